@@ -13,8 +13,8 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .NOTPARALLEL:
 # pip compiles nothing, for it would take 15 seconds: modules are compiled and kept when they are first imported.
 unexport PYTHONDONTWRITEBYTECODE
-# What `make test` runs: every behavior once. tests/README.md says what each marker means.
-QUICK := not (slow or waits or alone or root or bench or gpu) or smoke
+# What `make test` runs: most behaviors once. tests/README.md says what each marker means.
+QUICK := not (slow or deep or waits or alone or root or bench or gpu) or smoke
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help demo test test-all test-torch test-oldest works-with mutants soak bench bench-peers figures lint format docs dist clean
@@ -25,7 +25,7 @@ help: ## Show this list
 demo: $(READY)cli ## Train with and without overlap on this machine and compare; make demo ARGS="--nproc 3"
 	$(BIN)/undertow demo $(ARGS)
 
-test: $(READY)test ## Run every behavior once (4 minutes); make test ARGS="tests/unit -k plan"
+test: $(READY)test ## Run most behaviors once (4 minutes); make test ARGS="tests/unit -k plan"
 	$(PYTEST) -n 3 --dist worksteal -m "$(QUICK)" $(ARGS)
 
 test-all: $(READY)test $(READY)integrations ## Run everything, torch's own tests of its class too (20 minutes)

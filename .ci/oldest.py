@@ -68,7 +68,7 @@ def main() -> None:
         "-W",
         "ignore::DeprecationWarning",
         "-m",
-        "not (slow or waits or alone)",
+        "not (slow or deep or waits or alone)",
         *TESTS,
     ]
     path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests", "."))

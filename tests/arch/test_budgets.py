@@ -44,10 +44,11 @@ NOT_YET = {
     # synchronization: 660 of its own, 190 to predict and report, 120 for settings and checkpoints; 360 for whole parameters
     # and several sharded optimizers: 110 to plan and predict, 150 in shards and exchanges, 100 for states and checkpoints; 130
     # more to predict updates, to explain owners and to take over several optimizers; 55 for gradients from several streams;
-    # 107 for int8 and outer synchronization in the demo; 2 to refuse parameters of the host in a model on a device
-    "statements": 14_404,
-    "nodes": 170_326,
-    "nodes of what training runs": 73_675,
+    # 107 for int8 and outer synchronization in the demo; 2 to refuse parameters of the host in a model
+    # on a device, 10 for classes of optimizers that nobody knows
+    "statements": 14_414,
+    "nodes": 170_461,
+    "nodes of what training runs": 73_688,
     "refused pairs": 14,  # outer synchronization adds joining, experts, and rows that are synchronized in every step
 }
 # With one bucket, so that all runs enter the same.
@@ -131,7 +132,7 @@ def test_the_house_is_within_its_budget(name: str) -> None:
     require_within(MEASURES[name](), BUDGETS[name], NOT_YET.get(name))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("strategy", STEP_BUDGETS)
 def test_a_step_enters_few_files_and_frames(strategy: str) -> None:

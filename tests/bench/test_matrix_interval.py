@@ -15,7 +15,7 @@ def row(*turns_ms: float, runs: tuple[int, ...] = (0,)) -> dict[str, Any]:
     return {"step_ms": {"median": float(np.median(turns_ms))}, "turns_ms": list(turns_ms), "runs": list(runs)}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("num_turns", [LEAST_TURNS, 8, 20])
 @pytest.mark.parametrize("other_run", [0, 1], ids=["in turn", "in runs that do not differ"])
 def test_most_intervals_contain_the_true_ratio(num_turns: int, other_run: int) -> None:

@@ -136,7 +136,7 @@ def test_it_is_as_if_there_had_been_no_break(path: Path, name: str) -> None:
     goes_on_like_one_run(SETUPS[name], path)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(4)
 def test_so_it_is_on_a_mesh(path: Path) -> None:
     goes_on_like_one_run(ON_A_MESH, path)
@@ -280,7 +280,7 @@ KILLED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("at", "number", "which"), KILLED.values(), ids=KILLED)
 def test_a_save_that_is_killed_leaves_a_whole_checkpoint(
     fresh_pair: Ranks, two_ranks: Ranks, path: Path, at: str, number: int, which: int
@@ -393,7 +393,7 @@ def test_ranks_exchange_no_pickles_while_they_load(path: Path) -> None:
             load_checkpoint(path, model)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 def test_names_are_the_modules_however_it_is_wrapped_and_extra_states_are_the_first_ranks(path: Path) -> None:
     model = nn.Sequential(Counting(2, 2))

@@ -392,7 +392,7 @@ def test_a_hook_of_the_users_comes_first_in_the_step_in_which_the_plan_moves() -
         assert ddp.plan != first_plan
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 def test_compiled_autograd_is_refused() -> None:
     with wrapped(nn.Linear(3, 2)) as ddp:

@@ -107,7 +107,7 @@ def steps_after(drop: Callable[[nn.Linear], object], *, num_steps: int = 2) -> l
     return [str(warning.message) for warning in seen]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 def test_steps_after_a_wrapper_that_nobody_keeps_say_so_once() -> None:
     def trained_and_dropped(module: nn.Linear) -> None:
@@ -418,7 +418,7 @@ def storages() -> dict[int, int]:
     return {pointer: size for pointer, size in found.items() if size > 1024}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 def test_after_a_change_of_plan_the_gradients_are_still_there_once() -> None:
     layers = [nn.Linear(64, 64) for _ in range(6)]

@@ -265,7 +265,7 @@ def test_a_step_after_the_group_is_gone_is_an_error(in_forward: bool) -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True, timeout_s=20.0)  # sooner than a stall is reported, which takes half a minute
 @pytest.mark.parametrize("where", ["join", "checkpoint, later"])
 def test_a_rank_that_closes_its_model_after_a_failure_is_not_waited_for(where: str, tmp_path: Path) -> None:

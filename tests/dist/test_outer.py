@@ -400,7 +400,7 @@ def test_a_checkpoint_resumes_bit_for_bit_and_has_the_global_parameters(num_step
         assert all(torch.equal(ddp.module.state_dict()[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(4)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_a_checkpoint_of_rows_resumes_bit_for_bit(strategy: str, tmp_path: Path) -> None:

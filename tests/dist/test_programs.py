@@ -26,14 +26,14 @@ def test_a_drawn_program_has_the_results_of_the_reference(seed: int, num_ranks: 
     run(drawn(seed, num_ranks))
 
 
-@pytest.mark.slow  # unit/engine runs all of them in one process
+@pytest.mark.deep  # unit/engine runs all of them in one process
 @pytest.mark.parametrize("name", list(EXAMPLES)[::2])
 @in_ranks(2)
 def test_an_example_has_the_results_of_the_reference(name: str) -> None:
     run(EXAMPLES[name])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ON_THREE_RANKS)
 @pytest.mark.parametrize("plan", ["default", "each"])
 @in_ranks(3)

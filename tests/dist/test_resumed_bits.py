@@ -72,7 +72,7 @@ def scales(model: Any, optimizer: Any, case: Case, number: int) -> None:
 EACH = {"steps": step_of, "accumulates": accumulates, "clips": clips, "scales": scales}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("each", "dtype"),
@@ -83,7 +83,7 @@ def test_a_run_of_sixteen_bits_continues_with_its_bits(dtype: torch.dtype, each:
     require_resumed(NARROW[dtype], EACH[each])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize(
     "settings",
@@ -100,21 +100,21 @@ def test_so_does_a_run_whose_gradients_travel_in_sixteen_bits(reduction: str) ->
     require_resumed(MLP, wire="bfloat16", reduction=reduction)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2, 3)
 @pytest.mark.parametrize("param_wire", ["int8", "bfloat16"])
 def test_so_does_a_run_whose_parameters_travel_in_a_format(param_wire: str) -> None:
     require_resumed(CASES["wide"], wire="int8", param_wire=param_wire)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(4)
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 def test_so_does_a_run_on_a_mesh(reduction: str) -> None:
     require_resumed(NARROW[torch.bfloat16], strategy="hybrid", reduction=reduction)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(3)
 def test_every_step_has_the_bits_of_sums_in_fp32() -> None:
     """Against plain SGD over fp32 copies, whose gradients are added up in fp32 in the order of the ranks."""

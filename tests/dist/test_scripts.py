@@ -84,7 +84,7 @@ class Forked:
         return [(rank.exit_code, rank.log) for rank in run_ranks(self, 2, is_script=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @SCRIPTS
 def test_a_script_ends_with_exit_code_0_where_gloo_connects_lazily(source: str) -> None:
     assert Forked(source, TORCH_GLOO_LAZY_INIT="1").ends == WELL
@@ -103,7 +103,7 @@ for module in list(sys.modules.values()):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", [AFTERWARDS, HELD], ids=["pairs are let go with the groups", "modules are taken apart"])
 def test_nothing_is_left_and_nothing_is_said_at_the_end(ending: str) -> None:
     """Or a script could not start again at the same address."""
@@ -125,14 +125,14 @@ if number == reads:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("late", "reads"), [(0, 0), (0, 1)], ids=["the other one", "the late one"])
 def test_a_rank_that_ends_at_once_has_sent_its_shards(late: int, reads: int) -> None:
     source = SCRIPTS.args[1][1].replace("torch.nn.BatchNorm1d(4)", "torch.nn.Tanh()")
     assert Forked(f"late, reads = {late}, {reads}\n{source}{ENDS_LATE}").ends == WELL
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("ending", "code"),
     [

@@ -47,7 +47,7 @@ def test_every_plan_has_the_same_bits(case: str) -> None:
     require_bits(CASES[case], "AdamW", num_steps=12, plans=PLANS)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(4)
 @pytest.mark.parametrize("settings", [{"strategy": "hybrid", "shape": (1, 4)}, {"strategy": "hybrid", "shape": (4, 1)}], ids=str)
 def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(settings: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def tiny_step(ddp: Any, opt: torch.optim.Optimizer, step: int) -> None:
     step_of(ddp, opt, ONES, step)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 def test_master_weights_remember_what_sixteen_bits_forget() -> None:
     # Steps so small that a bf16 parameter alone would never move.
@@ -131,7 +131,7 @@ def test_another_plan_on_the_way_changes_no_bit_on_a_mesh(move: Any) -> None:
     assert (dist.get_rank() == 0) == bool(seen)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2, 3)
 def test_parameters_of_all_kinds_are_sharded() -> None:
     settings: dict[str, Any] = {"optimizer": "SGD", "num_steps": 6, "reduction": "ordered"}
@@ -248,14 +248,14 @@ def test_steps_in_shards_have_the_results_of_the_reference(name: str) -> None:
 
 
 # A third rank is neither the first nor the last, and sums of three have an order.
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", list(EXAMPLES)[::4])
 @in_ranks(3)
 def test_three_ranks_have_them(name: str) -> None:
     run(EXAMPLES[name])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", MESHES)
 @in_ranks(4)
 def test_steps_on_a_mesh_have_them(name: str) -> None:

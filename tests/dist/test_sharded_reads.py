@@ -149,7 +149,7 @@ FOLLOWS: dict[str, Callable[..., object]] = {
 
 
 # A moving average of the parameters, written as people do, next to training.
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("follow", FOLLOWS)
 @pytest.mark.parametrize("in_hook", [False, True])
@@ -430,7 +430,7 @@ def test_a_layer_whose_reads_cannot_be_seen_waits_for_its_own_parameters_in_the_
     assert seen == [(place, set(range(place + 1))) for place in range(7)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 def test_reads_that_cannot_be_seen_read_parameters_that_have_come() -> None:
     require_bits(Case(unseen_of_all_kinds, MLP.loss), before=partial(slowly, first=3, seconds=0.005))

@@ -84,7 +84,7 @@ def clipped_step(ddp: Any, opt: Any, step: int, *, norms: list[float], max_norm:
     opt.step()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2, 3, 4)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_clipping_is_that_of_the_whole_gradient(norm_type: float) -> None:

@@ -182,7 +182,7 @@ def loss_of_timed(model: nn.Module, _step: int) -> torch.Tensor:
     return model(torch.ones(1))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 def test_a_profile_has_the_times_of_the_slowest_rank(tmp_path: Path) -> None:
     slower_s = 0.02
@@ -238,7 +238,7 @@ def test_every_decision_is_explained_on_every_rank_alike(strategy: str) -> None:
 SLOW, BARE = "400mbit", "none"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @over_link(SLOW, BARE)
 def test_auto_sends_in_int8_what_a_slow_link_does_not_hide(link: EmulatedLink) -> None:
     is_slow = link.link.name == SLOW

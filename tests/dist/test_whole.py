@@ -171,6 +171,24 @@ def test_whole_parameters_train_as_without_shards(name: str, strategy: str) -> N
         require_same(model.module, bare)
 
 
+class CountsInItsGroup(torch.optim.SGD):
+    """As schedule-free optimizers do: ranks would not agree on the count, and a checkpoint would lose it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+@in_ranks(2)
+def test_a_step_that_changes_settings_is_an_error() -> None:
+    with contextlib.closing(DistributedDataParallel(layers())) as model:
+        optimizer = ShardedOptimizer(CountsInItsGroup, model, lr=0.1, whole=True)
+        loss_of(model, 0, dist.get_rank()).backward()
+        text = text_of(ConfigError, optimizer.step)
+        assert text.startswith("CountsInItsGroup cannot be sharded: its step changes the settings of a parameter group.")
+
+
 @in_ranks(2)
 def test_one_norm_clips_the_gradients_of_all_optimizers() -> None:
     bare = layers()
@@ -203,7 +221,7 @@ def test_a_checkpoint_of_several_optimizers_resumes_bit_for_bit(name: str, tmp_p
         expected = copy.deepcopy(model.module)
     with wrapped(layers(), strategy="zero1", reduction="ordered", bucket_cap_mb=0.001) as model:
         optimizers = two_optimizers(model, cls, **settings)
-        with pytest.raises(CheckpointError, match="holds 2 optimizers, and the call names 1"):
+        with pytest.raises(CheckpointError, match="the number of optimizers is 1, and 2 in the checkpoint"):
             load_checkpoint(tmp_path / "run", model, optimizers[0])
         load_checkpoint(tmp_path / "run", model, optimizers)
         sharded_steps(model, optimizers, range(2, 4))

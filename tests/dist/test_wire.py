@@ -79,7 +79,7 @@ def test_gradients_arrive_as_the_mean_of_encoded_values(wire: str, strategy: str
             ddp.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2, 3, 4)
 @pytest.mark.parametrize("wire", FORMATS)
 def test_ranks_are_equal_after_every_step_and_every_plan_has_the_same_bits(wire: str) -> None:

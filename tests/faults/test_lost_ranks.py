@@ -268,7 +268,7 @@ IN_A_THREAD = (
 OF_OURS = 'atexit.register(time.sleep, 600); raise undertow.PhaseError("no batch.", where="here", remedy="None.")'
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("fault", "train", "told"),
     [

@@ -66,7 +66,7 @@ def train(folder: Path, number_of_kill: int | None, rank: Rank) -> list[list[flo
     return [param.flatten().tolist() for param in model.parameters()]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_job_whose_rank_is_killed_starts_again_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     wanted = run_ranks(partial(train, undisturbed, None), 2)

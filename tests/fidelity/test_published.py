@@ -22,7 +22,7 @@ def test_bandwidths_reproduce_the_rows_that_they_come_from(network: str, num_ran
     assert bert_large.fused_ms(costs, num_ranks) == pytest.approx(bert_large.FUSED_MS[network][num_ranks], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_page_has_the_table_of_bert_large() -> None:
     assert bert_large.table() in PAGE
 
@@ -32,13 +32,13 @@ def test_the_page_has_the_worst_errors_in_its_text() -> None:
     assert f"at most {100 * worst[16]:.1f} % on 16 GPUs and {100 * worst[32]:.1f} % on 32" in PAGE
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_rows_that_were_kept_out_of_every_fit_are_predicted() -> None:
     found, others = (published.errors(it, is_kept_out=True) for it in (Conditions(), IDEAL))
     assert (found.usual <= 0.05, found.worst <= 0.2, found.usual < others.usual) == (True, True, True)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_page_has_the_rows_that_were_kept_out_and_the_defaults() -> None:
     num_inside, num = published.num_in_band(BAND)
     assert num_inside >= 0.9 * num

@@ -98,7 +98,7 @@ def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
     assert len(list((tmp_path / "traces").iterdir())) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_replicas_of_a_program_train_alone_and_exchange_fragments(tmp_path: Path) -> None:
     """Rank 0's parameters at the end are those of a replica of the reference, which has both."""
     settings = ("--set", "outer.every=4", "--out", tmp_path / "out")

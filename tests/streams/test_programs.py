@@ -12,8 +12,8 @@ from support.examples import EXAMPLES
 from support.ranks import in_ranks
 from support.streamed import run
 
-pytestmark = pytest.mark.slow
-NUM_DRAWN = {2: 24, 4: 6}  # by number of ranks: each takes seconds
+pytestmark = pytest.mark.deep
+NUM_DRAWN = 24  # of two ranks, and a quarter as many of four: each takes seconds
 # Not of sparse gradients, which the backends of devices do not reduce, and of arrays, which share memory of the host only.
 NAMES = [name for name, it in EXAMPLES.items() if not it.has("table", "bag") and "array" not in it.events]
 FEW = NAMES[::16]  # drawn programs combine what examples do, and all of them take minutes
@@ -22,8 +22,9 @@ FEW = NAMES[::16]  # drawn programs combine what examples do, and all of them ta
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         (num_ranks,) = metafunc.definition.get_closest_marker("in_ranks").args
+        number = metafunc.config.getoption("--drawn", default=None) or NUM_DRAWN
         seeds = (seed for seed in itertools.count() if not drawn(seed, num_ranks).has("table", "bag"))
-        metafunc.parametrize("seed", list(itertools.islice(seeds, NUM_DRAWN[num_ranks])))
+        metafunc.parametrize("seed", list(itertools.islice(seeds, number if num_ranks == 2 else number // 4)))
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", FEW)
 

@@ -171,7 +171,7 @@ def load_checkpoint(
         num_saved = len(index["optimizers"])
         require(
             len(optimizers) in (0, num_saved),
-            f"the checkpoint holds {num_saved} optimizers, and the call names {len(optimizers)}.",
+            f"the number of optimizers is {len(optimizers)}, and {num_saved} in the checkpoint.",
             where=str(folder),
             remedy="Give all of them, ordered as they were saved, or load the model alone: "
             "load_checkpoint(path, model).",

@@ -148,8 +148,10 @@ class ModuleParams:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter, which may be frozen; the CPU if there is none."""
-        return next((param.device for _, param in self.named_params()), torch.device("cpu"))
+        """The device of the first trained parameter, or of the first if none is trained; the CPU if
+        there is none."""
+        params = chain(self.trained_now(), self.named_params())
+        return next((param.device for _, param in params), torch.device("cpu"))
 
     def close(self) -> None:
         """Gives gradients the dtype of their parameters again."""

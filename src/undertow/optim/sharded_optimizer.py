@@ -16,7 +16,9 @@ from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, listed, require
 from undertow.optim.clipping import clip_members
 from undertow.optim.state import (
+    ELEMENTWISE,
     MASTER,
+    NEED_WHOLE,
     ParamState,
     gather_states,
     part_of_state,
@@ -340,8 +342,9 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         has_other_params = present != [list(map(id, params)) for params in self._grouped]
         if has_other_params:
             self._require_params_of_the_model()
-            # Raises the class's own errors, such as Muon's for vectors, on ranks without them too.
-            self._make(list(map(dict, self.param_groups)))
+            if self.optimizer_class in NEED_WHOLE:
+                # Raises its own errors, such as Muon's for vectors, on ranks without them too.
+                self.optimizer_class(list(map(dict, self.param_groups)), **self.defaults)
             self._steps.regroup(self)
             self._grouped = [list(group["params"]) for group in self.param_groups]
         sharding, inner = self._steps.begin(self), self._inner
@@ -558,14 +561,28 @@ class InnerOptimizer:
         self._follow_writes()
         inner = self.optimizer.state
         try:
-            # hooks of the user's optimizer run around the whole step, not here
-            if self.owned:
+            # Hooks of the user's optimizer run around the whole step, not here.
+            if self.owned and type(self.optimizer) in ELEMENTWISE:
                 private.step_unwatched(self.optimizer)
+            elif self.owned:
+                self._step_as_agreed()
         finally:
             for owned in self.owned:
                 owned.target.grad = None
                 if owned.state is None and owned.target in inner:
                     owned.state = states[owned.param] = inner[owned.target]
+
+    def _step_as_agreed(self) -> None:
+        """Raises ConfigError if the step of a class that may do anything has changed settings."""
+        before = list(map(hyper_parameters, self.optimizer.param_groups))
+        private.step_unwatched(self.optimizer)
+        cls = type(self.optimizer).__name__
+        require(
+            list(map(hyper_parameters, self.optimizer.param_groups)) == before,
+            f"{cls} cannot be sharded: its step changes the settings of a parameter group.",
+            where="ShardedOptimizer.step",
+            remedy="Ranks would not agree on them. Use this optimizer without sharding.",
+        )
 
     def _follow_writes(self) -> None:
         for flat in self._flats:

@@ -48,7 +48,7 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 
 
 # Their updates depend on other elements: of rows and columns, or of the whole matrix.
-_NEED_WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
+NEED_WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
 # The first needs all parameters at once, the second rows of sparse gradients.
 _REFUSED = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
@@ -69,7 +69,7 @@ def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | Non
         remedy="Use this optimizer without sharding.",
     )
     if whole is None:
-        if cls not in ELEMENTWISE and cls not in _NEED_WHOLE:
+        if cls not in ELEMENTWISE and cls not in NEED_WHOLE:
             warnings.warn(
                 f"Undertow does not know {cls.__name__}: one rank updates all of a parameter, and "
                 f"no rank sees all parameters.\n  {where}\n"
@@ -85,7 +85,7 @@ def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | Non
         remedy="Leave it out: Undertow knows the classes of torch.",
     )
     require(
-        whole or cls not in _NEED_WHOLE,
+        whole or cls not in NEED_WHOLE,
         f"{cls.__name__} needs whole matrices: an element's update depends on the others.",
         where=where,
         remedy="Leave whole=False out: one rank then updates all of a parameter.",

@@ -95,7 +95,8 @@ class OuterSync:
         export.
 
         Never communicates. The replica's own values come back at the end. An optimizer that steps
-        inside raises PhaseError, and so does a save or load of the state.
+        inside raises PhaseError, and so does a save or load of the state. On a device, the ranks'
+        differences in the last exchange are errors here: Desync and ReplicaMismatch.
         """
         self._settle()
         self._require_same()
@@ -127,6 +128,8 @@ class OuterSync:
 
         It waits for those exchanges, which changes no value: call it on all ranks after the same
         step. All ranks have the same state.
+
+        Raises Desync or ReplicaMismatch on every rank, if ranks differ in an exchange.
         """
         self._settle()
         turns = self._turns

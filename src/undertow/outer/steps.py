@@ -39,10 +39,10 @@ class StepCounter:
     """Counts a step when every trained parameter has been stepped: with several optimizers, after
     the last one.
 
-    A step that a gradient scaler skips counts too: when the scaler finds the gradients that it
-    skips. `engine` knows the trained parameters, and whether a forward
-    only accumulates. `begins` is called before each forward and each step of an optimizer, and
-    `ends` after each step that counts.
+    A step that a gradient scaler skips counts too: when the scaler finds infinite gradients.
+    `engine` knows the trained parameters, and whether a forward only accumulates. `begins` is
+    called before each forward and each step of an optimizer, and `ends` after each step that
+    counts.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class StepCounter:
             self._stepping = None
             self._add(self._own(optimizer))
 
-    def has_unscaled(self, optimizer: Optimizer, found: private.Found) -> None:
+    def after_unscaling(self, optimizer: Optimizer, found: private.Found) -> None:
         """Counts the step of an optimizer that a scaler is going to skip, at once: replicas that
         step may wait for an exchange with this one."""
         # A fused optimizer steps also then, and skips by itself. For others the scaler waits for
@@ -177,7 +177,7 @@ def _around_unscaling(weak: _Weak, optimizer: Optimizer, unscale: private.Unscal
     found = unscale()
     counter = weak()
     if counter is not None:
-        counter.has_unscaled(optimizer, found)
+        counter.after_unscaling(optimizer, found)
     return found
 
 

@@ -26,7 +26,7 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
     report, profile = sync.report(), None
     with contextlib.suppress(PhaseError):  # too few steps
         profile = sync.profile()
-    has_steps = report.num_steps or sync.outer
+    has_steps = report.num_steps > 0 or sync.outer is not None
     if sync.rank == 0 and has_steps and not hasattr(sys, "last_value"):
         from rich.console import Console
 

@@ -326,7 +326,7 @@ INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda saved: os.truncate(saved / INDEX, 1 << 40),
         "undertow.json has 1,099,511,627,776 bytes",
     ),  # but not on the disk
-    "no optimizer": (change_index(optimizers=[]), "holds 0 optimizers, and the call names 1"),
+    "no optimizer": (change_index(optimizers=[]), "the number of optimizers is 1, and 0 in the checkpoint"),
     "an optimizer that steers a terminal": (change_optimizer(optimizer="\x1b[2J\ud800"), r"the state of \\x1b\[2J\\ud800,"),
     "more files than a disk holds": (change_index(num_files=10**15), "optimizer-1.safetensors is missing"),
     "no groups": (change_optimizer(param_groups=[]), "the checkpoint's 0 parameter groups differ from the optimizer's 1"),

@@ -352,7 +352,7 @@ def test_gathers_are_narrow_too(undertow: Undertow) -> None:
     assert sent == pytest.approx([75.5, 37.75 + 9.51, 37.75 + 9.51, 2 * 9.51], abs=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_formats_are_those_of_the_profile_unless_others_are_given(undertow: Undertow) -> None:
     replace(MEASURED, wire="int8", groups=((3, 2, 1), (0,)), wires=("int8", None)).save("narrow.json")
     own, *_, planned = (row[2] for row in rows_of(undertow("simulate narrow.json").out))
@@ -370,7 +370,7 @@ def test_a_plan_shows_the_format_of_each_bucket(undertow: Undertow) -> None:
     assert set(Plan.from_json(undertow("plan small.json --link 400gbit,1us --wire auto --json").out).wires) == {None}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_sweep_shows_a_step_over_every_link_in_every_format(undertow: Undertow) -> None:
     code, printed, _ = undertow(f"simulate small.json --sweep bandwidth --link 8gbit,10us {PLAIN}")
     rows = rows_of(printed)

@@ -222,7 +222,7 @@ def test_auto_sends_the_fewest_bytes_in_int8(ns_per_byte: float, wires: Wires, f
     assert best.finish_us == pytest.approx(finish_us, **ROUNDING)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @each_form
 @given(ns_per_byte=st.floats(0.1, 200), numels=st.lists(st.integers(1, 300_000), min_size=1, max_size=8))
 def test_no_bucket_is_narrow_without_need(ns_per_byte: float, numels: list[int], has_shards: bool) -> None:

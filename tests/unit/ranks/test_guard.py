@@ -88,7 +88,7 @@ def is_killed_and_has_a_child(rank: Rank, watch: Watch) -> None:
     is_killed(rank, watch)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_forked_child_keeps_no_connection_and_runs_no_thread() -> None:
     assert list(told_of(is_killed_and_has_a_child, 3)) == [GONE] * 2
 

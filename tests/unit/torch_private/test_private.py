@@ -62,7 +62,7 @@ def test_a_callback_queued_from_a_callback_runs_after_those_already_queued() -> 
     assert order == ["launch a", "launch b", None, "wait a", "wait b"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_an_untraced_function_is_called_as_it_is() -> None:
     seen: list[bool] = []
 

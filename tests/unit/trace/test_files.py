@@ -104,7 +104,7 @@ def test_codings_that_overlap_have_several_tracks() -> None:
     assert names == ["steps", "compute", "gradients", "parameters", "coding", "coding 2"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_four_ranks_fifty_steps_and_twenty_buckets_are_a_small_file(tmp_path: Path) -> None:
     many = tuple(row(index % 2, 1_000.0 * index, 1_000.0 * index + 900, (6e4 + index, 6e4 + index + 0.5)) for index in range(20))
     for rank in range(4):
