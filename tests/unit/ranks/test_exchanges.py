@@ -274,7 +274,8 @@ def test_what_is_behind_a_failure_fails_with_it() -> None:
         after_end = exchanges.all_reduce_behind(Handle(late), torch.zeros(2), whole(2, 1), trailer=torch.zeros(2))
         exchanges.close()
         late.run(int)
-        with pytest.raises(RuntimeError, match="shutdown|Connection closed"):  # of this rank, or by the other one before
+        # This rank's end, or the other one's before.
+        with pytest.raises(RuntimeError, match="shutdown|Connection closed"):
             after_end.wait()
 
 
