@@ -275,7 +275,7 @@ def test_what_is_behind_a_failure_fails_with_it() -> None:
         exchanges.close()
         late.run(int)
         # This rank's end, or the other one's before.
-        with pytest.raises(RuntimeError, match="shutdown|Connection closed"):
+        with pytest.raises(RuntimeError, match=r"shutdown|Connection closed"):
             after_end.wait()
 
 
