@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from support.errors import in_pieces, of_unknown_class, text_of
+from support.errors import in_pieces, text_of
 from support.inside import num_state_elements
 from support.ranks import in_ranks
 from support.sharded import MLP, OPTIMIZERS, ORDERED, one_step, parameters, require_equal
@@ -197,21 +197,15 @@ def test_optimizers_of_other_classes_are_taken_over_if_the_user_vouches_for_them
         with in_pieces():
             return shard_optimizer(opt, ddp, whole=False)
 
-    def unknown(opt: torch.optim.Optimizer, ddp: Any) -> ShardedOptimizer:
-        with of_unknown_class() as warned:
-            sharded = shard_optimizer(opt, ddp)
-        assert [each.filename for each in warned] == [__file__]
-        return sharded
-
-    for then in (lambda opt, _: opt, functools.partial(shard_optimizer, whole=True), unknown, cut):
+    for then in (lambda opt, _: opt, functools.partial(shard_optimizer, whole=True), cut):
         with wrapped() as ddp:
             opt = cls(ddp.parameters(), **settings)
             one_step(ddp, opt)
             opt = then(opt, ddp)
             one_step(ddp, opt, 1)
             found.append(parameters(ddp))
-    for each in found[1:]:
-        require_equal(found[0], each)
+    require_equal(found[0], found[1])
+    require_equal(found[0], found[2])
 
 
 def changed(change: Callable[[Any], object]) -> Callable[[Any], Any]:
@@ -230,6 +224,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "SGD cannot be taken over: its `step` was",
     ),
     "a hook": (changed(lambda opt: opt.register_step_pre_hook(lambda *_: None)), "SGD cannot be taken over: it has hooks."),
+    "a class of the user's": (
+        lambda ddp: Settings(ddp.parameters(), rate=0.1),
+        "Settings cannot be sharded: Undertow does not know that it updates each parameter on its own.",
+    ),
     "an optimizer of all parameters": (
         lambda ddp: torch.optim.LBFGS(ddp.parameters()),
         "LBFGS cannot be sharded: it needs all parameters at once",

@@ -214,10 +214,10 @@ UNKNOWN = (
     "  Use this optimizer without sharding."
 )
 UNKNOWN_CLASS = (
-    "Undertow does not know {0}: one rank updates all of a parameter, and no rank sees all parameters.\n"
+    "{0} cannot be sharded: Undertow does not know that it updates each parameter on its own.\n"
     "  ShardedOptimizer({0}, ..., whole=None)\n"
     "  Pass whole=True if the update of a parameter depends on no other parameter and all that a step changes is in "
-    "state[param]. If not, do not shard this optimizer."
+    "state[param]. If not, or if you are not sure, use this optimizer without sharding."
 )
 NEEDS_WHOLE = (
     "{0} needs whole matrices: an element's update depends on the others.\n"
@@ -231,6 +231,8 @@ NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
         name: (ConfigError, UNKNOWN.format(name), lambda it, name=name: (getattr(torch.optim, name), it))
         for name in ("LBFGS", "SparseAdam")
     },
+    "a class of the user's": (ConfigError, UNKNOWN_CLASS.format("Lion"), lambda it: (Lion, it)),
+    "a class derived from a known one": (ConfigError, UNKNOWN_CLASS.format("WithOwnHook"), lambda it: (WithOwnHook, it)),
     "a bare module": (WrongType, "target must be the result of attach", lambda _: (SGD, nn.Linear(1, 1))),
     "groups in the model's place": (
         WrongType,
@@ -338,17 +340,6 @@ class WithOwnHook(torch.optim.AdamW):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.register_step_pre_hook(lambda *_: WithOwnHook.stepped.append(self))
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("cls", [Lion, WithOwnHook])
-def test_a_class_that_nobody_knows_gets_whole_parameters_and_a_warning(cls: type[torch.optim.Optimizer]) -> None:
-    with wrapped(MLP.model()) as ddp:
-        with pytest.warns(UserWarning, match="Undertow does not know") as warned:
-            opt = ShardedOptimizer(cls, ddp, lr=0.1)
-        assert [str(each.message) for each in warned] == [UNKNOWN_CLASS.format(cls.__name__)]
-        assert warned[0].filename == __file__
-        assert {part.numel for part in opt.owned_parts().values()} <= {0, *(param.numel() for param in ddp.parameters())}
 
 
 @contextlib.contextmanager

@@ -519,6 +519,7 @@ def refusals_of_lightning() -> dict[str, str]:
     for what, module, settings in (
         ("no optimizer", NoOptimizer(), {}),
         ("an optimizer of matrices", recipes.Matrices(), {}),
+        ("an optimizer of the user's class", recipes.UsersOptimizer(), {}),
         ("clipping by value", recipes.Regression(), {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
     ):
         with as_launched():
@@ -535,6 +536,7 @@ def test_lightning_refuses_what_shards_cannot_do(framework_ranks: Ranks) -> None
     for texts in framework_ranks.run(refusals_of_lightning, timeout_s=TIMEOUT_S):
         assert texts["no optimizer"].startswith("shard_optimizer=True takes one optimizer or several, got none.\n  UndertowS")
         assert texts["an optimizer of matrices"].startswith("no ShardedOptimizer updates 'net.0.bias', 'net.1.weight',")
+        assert texts["an optimizer of the user's class"].startswith("OfTheUser cannot be sharded: Undertow does not know that")
         assert "is sharded: no rank has all of it." in texts["clipping by value"]
 
 

@@ -20,11 +20,6 @@ def text_of(error: type[Exception], call: Call) -> str:
     return str(caught.value)
 
 
-def of_unknown_class() -> contextlib.AbstractContextManager[pytest.WarningsRecorder]:
-    """Expects the warning of a class that is sharded by whole parameters, and that nobody knows."""
-    return pytest.warns(UserWarning, match="Undertow does not know .*: one rank updates all of a parameter")
-
-
 def in_pieces() -> contextlib.AbstractContextManager[object]:
     """Expects the warning of a class that is cut into parts, and that nobody knows."""
     return pytest.warns(UserWarning, match="will see flat pieces of parameters")

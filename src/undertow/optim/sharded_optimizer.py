@@ -63,8 +63,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             parameter, and that everything a step changes is in `state[param]`. False cuts
             parameters into equal parts: the update of an element must depend on that element alone.
             None cuts for Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop
-            and SGD of torch, keeps parameters whole for its Adafactor and Muon, and for any other
-            class with a warning.
+            and SGD of torch, keeps parameters whole for its Adafactor and Muon, and refuses any
+            other class.
         defaults: The settings of `cls`.
 
     Raises:

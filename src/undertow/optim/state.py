@@ -54,10 +54,10 @@ _REFUSED = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
 def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | None) -> bool:
-    """Returns True if one rank is to update all of a parameter, as the user says or as the class
-    needs it.
+    """Returns True if one rank is to update all of a parameter, as the user says or as a known
+    class needs it.
 
-    Raises ConfigError if the class cannot be sharded so. Warns if it is not known and the user says
+    Raises ConfigError if the class cannot be sharded so, or if it is not known and the user says
     nothing: it may combine parameters, or keep state outside of `state[param]`. A class that is
     derived from a known one is not known: its constructor alone may add hooks.
     """
@@ -69,15 +69,16 @@ def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | Non
         remedy="Use this optimizer without sharding.",
     )
     if whole is None:
-        if cls not in ELEMENTWISE and cls not in NEED_WHOLE:
-            warnings.warn(
-                f"Undertow does not know {cls.__name__}: one rank updates all of a parameter, and "
-                f"no rank sees all parameters.\n  {where}\n"
-                "  Pass whole=True if the update of a parameter depends on no other parameter and "
-                "all that a step changes is in state[param]. If not, do not shard this optimizer.",
-                stacklevel=3,
-            )
-        return cls not in ELEMENTWISE
+        require(
+            cls in ELEMENTWISE or cls in NEED_WHOLE,
+            f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each "
+            "parameter on its own.",
+            where=where,
+            remedy="Pass whole=True if the update of a parameter depends on no other parameter and "
+            "all that a step changes is in state[param]. If not, or if you are not sure, use this "
+            "optimizer without sharding.",
+        )
+        return cls in NEED_WHOLE
     require(
         type(whole) is bool,
         f"whole must be True, False or None, got {whole!r}.",
