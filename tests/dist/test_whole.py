@@ -100,6 +100,12 @@ def two_optimizers(model: DistributedDataParallel, cls: type[torch.optim.Optimiz
     ]
 
 
+def two_plain(bare: nn.Module, cls: type[torch.optim.Optimizer], **settings: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of `two_optimizers`, without shards."""
+    hidden, rest = matrices_and_rest(bare)
+    return [cls(hidden, **settings), torch.optim.AdamW(rest, lr=0.01)]
+
+
 MAKES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Muon": (torch.optim.Muon, {"lr": 0.02, "weight_decay": 0.1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
@@ -165,8 +171,7 @@ def test_whole_parameters_train_as_without_shards(name: str, strategy: str) -> N
     with wrapped(copy.deepcopy(bare), strategy=strategy, reduction="ordered", bucket_cap_mb=0.002) as model:
         optimizers = two_optimizers(model, cls, **settings)
         sharded_steps(model, optimizers, range(4))
-        bare_hidden, bare_rest = matrices_and_rest(bare)
-        reference_steps(bare, [cls(bare_hidden, **settings), torch.optim.AdamW(bare_rest, lr=0.01)], range(4))
+        reference_steps(bare, two_plain(bare, cls, **settings), range(4))
         model.wait()
         require_same(model.module, bare)
 
@@ -247,8 +252,7 @@ def resumed(name: str, path: Path) -> None:
     """Continues from the checkpoint of two ranks, as one process does that is not interrupted."""
     cls, settings = MAKES[name]
     bare = layers()
-    hidden, rest = matrices_and_rest(bare)
-    plain = [cls(hidden, **settings), torch.optim.AdamW(rest, lr=0.01)]
+    plain = two_plain(bare, cls, **settings)
     reference_steps(bare, plain, range(2), num_ranks=2)
     reference_steps(bare, plain, range(2, 4))
     with wrapped(layers(), strategy="zero1", reduction="ordered", bucket_cap_mb=0.001) as model:
@@ -276,8 +280,7 @@ def test_state_dicts_are_whole_and_plain(name: str) -> None:
     with wrapped(copy.deepcopy(bare), strategy="zero1", reduction="ordered") as model:
         optimizers = two_optimizers(model, cls, **settings)
         sharded_steps(model, optimizers, range(2))
-        bare_hidden, bare_rest = matrices_and_rest(bare)
-        plain = [cls(bare_hidden, **settings), torch.optim.AdamW(bare_rest, lr=0.01)]
+        plain = two_plain(bare, cls, **settings)
         reference_steps(bare, plain, range(2))
         for optimizer, expected in zip(optimizers, plain, strict=True):
             found, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
@@ -332,8 +335,7 @@ def test_a_parameter_that_moves_to_another_optimizer_and_back_is_updated_by_that
     bare = layers()
     with wrapped(copy.deepcopy(bare), strategy="zero1", reduction="ordered") as model:
         optimizers = two_optimizers(model, Lamb)
-        bare_hidden, bare_rest = matrices_and_rest(bare)
-        plain = [Lamb(bare_hidden), torch.optim.AdamW(bare_rest, lr=0.01)]
+        plain = two_plain(bare, Lamb)
         for step, owner in enumerate([first, 1 - first, first]):
             if step:
                 moved(model.module.get_parameter(name), optimizers, to=owner)
@@ -409,8 +411,7 @@ def test_a_parameter_that_is_frozen_for_a_while_moves_owners_and_keeps_its_state
     bare = layers()
     with wrapped(copy.deepcopy(bare), strategy="zero1", reduction="ordered") as model:
         optimizers = two_optimizers(model, Lamb)
-        bare_hidden, bare_rest = matrices_and_rest(bare)
-        plain = [Lamb(bare_hidden), torch.optim.AdamW(bare_rest, lr=0.01)]
+        plain = two_plain(bare, Lamb)
         for step in range(6):
             for module in (model.module, bare):
                 module[2].weight.requires_grad_(step not in (2, 3))
@@ -455,8 +456,7 @@ def test_rows_of_a_mesh_own_whole_parameters() -> None:
             optimizers = two_optimizers(model, Lamb)
             sharded_steps(model, optimizers, range(3))
             model.wait()
-            bare_hidden, bare_rest = matrices_and_rest(bare)
-            reference_steps(bare, [Lamb(bare_hidden), torch.optim.AdamW(bare_rest, lr=0.01)], range(3))
+            reference_steps(bare, two_plain(bare, Lamb), range(3))
             for param, expected in zip(model.module.parameters(), bare.parameters(), strict=True):
                 # rows are added first: another order of additions
                 torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-6)
