@@ -152,7 +152,7 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def _readme(cells: Sequence[Cell], parts: Mapping[str, Any]) -> Table:
-    """A figure for overlap, one for fewer bytes and one for fewer synchronizations, each beside torch's best in the same run."""
+    """Figures for overlap, fewer bytes and fewer synchronizations, each compared with torch's best in the same run."""
     layers = _steps(_cell(cells, "replay", 2))
     narrow, far = (_of_gpt(parts[name]["rows"]) for name in (slow_networks.NAME, outer.LINK))
     lines = [
@@ -291,7 +291,7 @@ def _outer_link(rows: Sequence[Cell]) -> Table:
 
 
 def _outer_quality(rows: Sequence[Cell]) -> Table:
-    """Losses on held-out text in percent above those of a mean in every step: means over seeds, with their range."""
+    """Losses on held-out text, in percent above a mean in every step: means over seeds, with their range."""
     above = quality.percent_above(rows, outer.PLAIN)
     ranks = sorted({row["ranks"] for row in rows})
     lines = [

@@ -1,7 +1,7 @@
 """What whole matrices cost in shards: Muon with AdamW against AdamW, both as ZeRO-1, and against Muon with AdamW unsharded.
 
 All take a few steps each in turn, in the same four processes and over the same emulated link. Four ranks share the processors of
-one machine, so steps are timed with waits in place of arithmetic: the model replays the layers of a GPT, and Newton-Schulz waits
+one machine, so steps are timed with waits instead of arithmetic: the model replays the layers of a GPT, and Newton-Schulz waits
 for as long as a device would take that needs the layers' time for 8,192 tokens. The optimizers' time is taken afterwards, with
 Newton-Schulz itself, as CPU time of the training thread.
 """
@@ -32,7 +32,7 @@ from undertow.trace.step_report import StepReport
 LINK = "1gbit"
 PLAIN, ADAMW, MUON = "Muon and AdamW, unsharded", "AdamW, ZeRO-1", "Muon and AdamW, ZeRO-1"
 _STEPS_OF_TURN, _NUM_WARMUP, _NUM_RANKS = 4, 12, 4  # the plan is found in the first steps
-# The shapes of a layer of a GPT of this width, and those of the embedding and the head; 4.9 M parameters in all.
+# The shapes of a layer of a GPT of this width, of the embedding and of the head; 4.9 M parameters in all.
 _WIDTH, _NUM_LAYERS, _VOCABULARY = 256, 6, 256
 _LAYER = ((3 * _WIDTH, _WIDTH), (_WIDTH, _WIDTH), (4 * _WIDTH, _WIDTH), (_WIDTH, 4 * _WIDTH), *[(_WIDTH,)] * 4)
 _FORWARD_US, _BACKWARD_US, _TOKENS = 120e3, 240e3, 8192  # times as of the workload `replay`

@@ -171,7 +171,7 @@ def measure_quality(out: Path, resumes: bool, is_quick: bool, tell: Tell) -> lis
 
 
 def judge_quality(rows: Sequence[Row]) -> list[Figure]:
-    """How far each variant's loss on held-out text is above that of a mean in every step, as a mean over seeds."""
+    """How far each variant's loss on held-out text is above a mean in every step, as a mean over seeds."""
     above = quality.percent_above(rows, PLAIN)
     figures = []
     for ranks in quality.RANKS:

@@ -116,7 +116,7 @@ def judge(rows: Sequence[Row]) -> list[Figure]:
 
 
 def percent_above(rows: Sequence[Row], plain: str) -> dict[tuple[str, int], list[float]]:
-    """How far losses on held-out text are above those of the variant `plain`: one for each seed, by variant and ranks."""
+    """How far losses on held-out text are above the losses of the variant `plain`: one for each seed, by variant and ranks."""
     losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
     above: dict[tuple[str, int], list[float]] = {}
     for (variant, ranks, seed), loss in losses.items():

@@ -1,6 +1,6 @@
 """What fewer bytes gain on slow networks: all systems in turn in one run, over shaped links of several speeds.
 
-The cells are those of the matrix, in DIR/slow-networks, with the systems that send fewer bytes.
+The cells are cells of the matrix, in DIR/slow-networks, with the systems that send fewer bytes.
 """
 
 from __future__ import annotations

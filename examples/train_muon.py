@@ -56,7 +56,7 @@ def train(label: str, text: Tensor, num_steps: int) -> Run:
     torch.manual_seed(0)
     model = DistributedDataParallel(Gpt(num_layers=2))
     optimizers = OPTIMIZERS[label](model)
-    random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees data of its own
+    random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees its own data
     losses = torch.zeros(num_steps)
     began_s = time.perf_counter()
     for step in range(num_steps):

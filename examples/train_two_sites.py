@@ -50,7 +50,7 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # A site that starts again goes on from here with the same bits.
+    # A site that starts again continues from here with the same bits.
     first = 0
     if has_checkpoint(asked.checkpoint):
         first = load_checkpoint(asked.checkpoint, model, optimizer)["step"]

@@ -1,4 +1,4 @@
-"""Outer synchronization, beside a naive reference that computes all replicas in every process."""
+"""Outer synchronization, compared with a naive reference that computes all replicas in every process."""
 
 import contextlib
 import copy
@@ -740,7 +740,7 @@ def test_the_state_is_neither_saved_nor_loaded_within_synchronized(tmp_path: Pat
 
         with pytest.raises(ZeroDivisionError):
             load_and_fail()
-        train(ddp, optimizer, range(4, 6))  # the global parameters are those of before
+        train(ddp, optimizer, range(4, 6))  # the global parameters are as before
         assert ddp.outer.state_dict()["num_synchronizations"] == 2
 
 

@@ -1,4 +1,4 @@
-"""Gradients and parameters that travel in a format, beside a naive reference that encodes each parameter by itself."""
+"""Gradients and parameters that travel in a format, compared with a naive reference that encodes each parameter by itself."""
 
 import json
 import math

@@ -36,7 +36,7 @@ def train_steps(ddp: DistributedDataParallel, optimizer: Any, *steps: int) -> No
 
 
 def payload(total_bytes: int, *, num_ranks: int, num_times: int, trailer_bytes: int) -> float:
-    """The bytes of which n ranks have sent `total_bytes`.
+    """The bytes of a rank if n ranks have sent `total_bytes`.
 
     Each rank sends all values but its part, `num_times`: 2 times in an all-reduce. A trailer goes whole to each other rank.
     """

@@ -1,4 +1,4 @@
-"""Outer synchronization while a rank is killed, raises, stands still or starts again, with a fragment on its way."""
+"""Outer synchronization while a rank is killed, raises, stops or starts again, with a fragment on its way."""
 
 import os
 import signal

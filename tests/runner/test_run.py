@@ -100,7 +100,7 @@ def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_replicas_of_a_program_train_alone_and_exchange_fragments(tmp_path: Path) -> None:
-    """Rank 0's parameters at the end are those of a replica of the reference, which has both."""
+    """Rank 0's parameters at the end equal a replica of the reference, which has both."""
     settings = ("--set", "outer.every=4", "--out", tmp_path / "out")
     done = run(*UNDERTOW, "run", *settings, *TORCHRUN, SCRIPTS / "plain.py", tmp_path / "ours.pt")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

@@ -63,7 +63,7 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def train(it: Streamed, *, num_steps: int = LEARNS + 3, width: int = WIDTH, waits: bool = False) -> None:
-    """Both models; the last steps of ours make the host wait for nothing."""
+    """Trains both models; in the last steps Undertow makes the host wait for nothing."""
     for step in range(num_steps):
         x = noise(4, width, step=step)
         on_device = it.checker.to_device(x)
@@ -169,7 +169,7 @@ class Deep(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two layers, of which one runs on another stream if there is one."""
+    """Two layers. One runs on another stream if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ def test_a_communication_hook_runs_in_order(hook: Callable[..., Any]) -> None:
 @in_ranks(2)
 def test_a_plan_that_measurements_change_is_followed_in_order(strategy: str) -> None:
     with scripted(one_each), placed(layers(), strategy=strategy, bucket_cap_mb=None) as it:
-        stream = it.checker.new_stream()  # another one than that of the first buckets
+        stream = it.checker.new_stream()  # not the stream of the first buckets
         it.checker.record().wait(stream)
         with it.checker.use(stream):
             train(it, num_steps=NUM_STEPS_UNTIL_A_MOVE + 5, waits=True)

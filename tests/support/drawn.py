@@ -167,7 +167,7 @@ def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
 
 
 def main(seed: int, num_ranks: int, call: Callable[[Program], None] = run) -> None:
-    """Prints the smallest program that fails, when `call` runs it, as that of `seed` does."""
+    """Prints the smallest program that fails, when `call` runs it, as the program of `seed` does."""
     with Ranks(num_ranks) as ranks:
 
         def fails(program: Program) -> bool:

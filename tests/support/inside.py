@@ -105,7 +105,7 @@ def assembly_of(model: Model) -> CompiledPlan:
 
 
 def exchanges_of(model: Model) -> list[P2PCollectives]:
-    """The exchange of whole gradients, and those of shards."""
+    """The exchange of whole gradients, and the exchanges of shards."""
     compiled = assembly_of(model)
     found = (compiled.reducer.exchanges, *compiled.layout.exchanges)
     return [each for each in found if isinstance(each, P2PCollectives)]

@@ -94,7 +94,7 @@ def groups_of(*members: Sequence[int]) -> list[dist.ProcessGroup]:
 
 @contextlib.contextmanager
 def within(*members: Sequence[int]) -> Iterator[dist.ProcessGroup]:
-    """The one of the new groups of `members` that this rank is in, which is destroyed behind it."""
+    """The one of the new groups of `members` that this rank is in, which is destroyed after it."""
     (group,) = groups_of(*members)
     try:
         yield group
@@ -104,7 +104,7 @@ def within(*members: Sequence[int]) -> Iterator[dist.ProcessGroup]:
 
 @contextlib.contextmanager
 def of_all(backend: str) -> Iterator[dist.ProcessGroup]:
-    """A group of all ranks over a backend, which is destroyed behind it."""
+    """A group of all ranks over a backend, which is destroyed after it."""
     group = dist.new_group(backend=backend)
     try:
         yield group

@@ -21,7 +21,7 @@ class TorchDdp(PlainSystem):
 
 
 def with_hook(wrapped: nn.parallel.DistributedDataParallel, hook: str, **options: Any) -> nn.Module:
-    """Registers torch's hook, "bf16" or "powersgd"; `options` are those of PowerSGD's state."""
+    """Registers torch's hook, "bf16" or "powersgd"; `options` are arguments of PowerSGD's state."""
     if hook == "bf16":
         wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
     else:

@@ -28,7 +28,7 @@ from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.shown import print_line
 
 # How the results of a variant compare if they are not equal by intention.
-_RESULTS = {INT8: "close", OUTER: "own"}
+_COMPARISON = {INT8: "close", OUTER: "own"}
 
 
 def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
@@ -176,7 +176,7 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
             "-" if overlap.fraction is None else f"{overlap.fraction:.0%}",
             done.num_ops,
             f"{done.loss:.4f}",
-            _RESULTS.get(done.way, "yes") if done.is_right else "[bold red]NO[/]",
+            _COMPARISON.get(done.way, "yes") if done.is_right else "[bold red]NO[/]",
             style="bold" if done.way in OURS else None,
         )
     return table

@@ -148,8 +148,7 @@ class ModuleParams:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first trained parameter, or of the first if none is trained; the CPU if
-        there is none."""
+        """The first trained parameter's device; else the first parameter's; else the CPU."""
         params = chain(self.trained_now(), self.named_params())
         return next((param.device for _, param in params), torch.device("cpu"))
 

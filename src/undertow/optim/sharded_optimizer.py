@@ -146,6 +146,9 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
         Returns:
             The result of `closure`, or None.
+
+        Raises:
+            ConfigError: If the step of a class changes the settings of its groups.
         """
         loss = None
         if closure is not None:

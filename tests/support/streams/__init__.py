@@ -9,7 +9,7 @@ device is a finding here, every time, with the stacks of both accesses:
 - pinned memory that the host reads before it has seen the event of the copy;
 - collectives: inputs that change between launch and wait, outputs that are read before, an order that differs between ranks.
 
-Outputs of a collective are NaN from the launch until some stream has waited. Host synchronizations are no findings: they are
+Outputs of a collective are NaN from the launch until some stream has waited. Host synchronizations are not findings: they are
 counted, and `without_synchronization` makes them errors.
 
 To use it alone (it needs torch only; nothing here imports the project that it is a part of):
@@ -30,7 +30,7 @@ factories with `device="cpu:0"` make device memory, others the host's. `tensor.d
 under test must take devices from tensors, and its own streams and events from the checker.
 
 Collectives: `dist.init_process_group("streams", ...)` or `dist.new_group(backend="streams")` inside of the context; gloo carries
-the values. As with NCCL a group has a stream of its own, which waits for the stream that is current at the launch; `wait()`
+the values. As with NCCL a group has a separate stream, which waits for the stream that is current at the launch; `wait()`
 makes the current stream wait and not the host; `is_completed()` is False until the host has seen the end. Without tags: there is
 no send and no receive. All ranks must leave the context together, unless one raises.
 

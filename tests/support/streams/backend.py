@@ -141,7 +141,7 @@ class StreamFuture(torch.futures.Future):  # type: ignore[type-arg]
         return self.brought
 
     def then(self, callback: Callable[[Any], Any]) -> StreamFuture:
-        """Calls it at once, on a stream of its own that waits."""
+        """Calls it at once, on a separate stream that waits."""
         with self.checker.use(self.checker.new_stream("a stream of callbacks")):
             self.wait()
             value = callback(self)
@@ -154,7 +154,7 @@ class StreamFuture(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class StreamGroup(dist.ProcessGroup):
-    """A process group whose collectives run on a stream of its own, one after the other."""
+    """A process group whose collectives run on a separate stream, one after the other."""
 
     def __init__(self, checker: Checker, options: Any) -> None:
         rank, size = options.group_rank, options.group_size

@@ -296,13 +296,13 @@ class Checker:
         self._stack.enter_context(_Operators(self))
         self._stack.enter_context(self._in_threads())
         self._stack.enter_context(stream_backend(self))
-        # A tensor without memory, of a device that torch takes for another one than that of the tensors that have some.
+        # A tensor without memory, of a device that torch takes for another one than the device of tensors that have some.
         on_host = partial(_without_index, self, Tensor._make_wrapper_subclass)
         self._stack.enter_context(mock.patch.object(Tensor, "_make_wrapper_subclass", staticmethod(on_host)))
         run = torch.autograd._engine_run_backward
 
         def run_and_join(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-            """The stream of the caller waits for those of gradients before any callback at the end, as on a device."""
+            """The stream of the caller waits for the streams of gradients before any callback at the end, as on a device."""
             first = next((it.grad_fn for it in roots if it.grad_fn is not None), None)
             if first is None:
                 return run(roots, *args, **kwargs)
@@ -360,7 +360,7 @@ class _Operators(TorchDispatchMode):
         if self.checker.is_quiet:
             return op(*args, **kwargs)
         if any(type(it).__torch_dispatch__ is not Tensor.__torch_dispatch__ for it in _tensors([*args, *kwargs.values()])):
-            return NotImplemented  # such a class calls operators of its own, which come here
+            return NotImplemented  # such a class calls its own operators, which arrive here
         with self.checker.quiet(), torch._C.DisableTorchFunction():
             return self.checker.run(op, args, kwargs)
 
