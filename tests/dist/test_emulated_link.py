@@ -188,8 +188,6 @@ def test_sends_and_receives_take_what_they_would_on_the_link(
             assert seen.is_right
             assert least_s + num_rounds * link.hop_s <= seen.ended_s - seen.began_s
             assert {transfer.kind for transfer in seen.log} == {"send"}
-            in_turn = sorted(seen.log, key=lambda t: t.started_s)
-            assert all(later.started_s >= t.started_s + t.num_bytes / link.bytes_per_s - 1e-9 for t, later in pairwise(in_turn))
     assert min(longest_s) <= least_s + num_rounds * MARGIN_S
 
 

@@ -8,18 +8,24 @@ loop:
     link                                [ started ── cost ── done )   one at a time, of any group
 
 A collective ends no earlier than the link allows: `max(link free, launch of the last rank) + cost`,
-with the cost of a ring (`cost.collective_seconds`). A receive ends no earlier than `max(link free,
-message here) + bytes / bandwidth + latency`; the latency does not occupy the link. Sends are not
-delayed, because each message is delayed at its receiver, and the link is full duplex. A link shaped
-by a token bucket lets some bytes pass at once after a rest (`EmulatedLink`).
+with the cost of a ring (`cost.collective_seconds`).
 
+The link is full duplex. A message occupies its sender's way out and then its receiver's way in, for
+`bytes / bandwidth` each. It comes in while it goes out: gloo sends all of it when the way out is
+free. So an early rank does not fill the way in of a late one. A receive ends no earlier than `max(
+way in free, message here) + bytes / bandwidth + latency`; the latency occupies no way. Senders share
+a way in, as TCP does: a short message does not wait for a long one of another sender. A link shaped
+by a token bucket lets some bytes pass at once after a rest (`Way`).
+
+    sender's thread      [ started ── bytes ── )                           one at a time
+                           └ gloo sends
     caller             post ──────────────────────────────────────── wait
-    thread of a sender   └ gloo has it · time reserved · next one
-    link                                 [ started ── bytes ── due )       one at a time
+    thread of a sender       └ gloo has it · a slice reserved · ... · next one
+    way in                               [ started ── bytes ── due )       in slices
     delivering thread                                            └ latency · done
 
-Messages occupy the link one after another, in the order of their arrival; the latency of one does
-not delay the next.
+Messages of one sender occupy a way in one after another; the latency of one does not delay the
+next. Collectives occupy the way in only.
 """
 
 import threading
@@ -45,6 +51,7 @@ from undertow.ranks import patience
 __all__ = ["BACKEND", "Carried", "EmulatedLink", "emulated_backend"]
 
 BACKEND = "emulated"
+_SLICE_S = 2e-3  # of the way in, for each sender in turn: the time of 240 kB at 1 Gb/s
 _LOG_LENGTH = 65_536  # limits the memory of a training run that never takes its log
 
 
@@ -94,27 +101,46 @@ class LinkWork(dist.Work):
 
 
 @final
-class EmulatedLink:
-    """This process's link to the network, full duplex.
+class SentWork(dist.Work):
+    """Handle of a message that gloo sends as soon as the way out is free."""
 
-    It carries one transfer after another, of all its groups.
+    def __init__(self) -> None:
+        super().__init__()
+        self._started: torch.futures.Future[dist.Work] = torch.futures.Future()
+
+    def start(self, running: dist.Work) -> None:
+        self._started.set_result(running)
+
+    def finish(self, error: Exception) -> None:
+        """Ends it without a message."""
+        self._started.set_exception(error)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Blocks until gloo has sent it."""
+        return self._started.wait().wait()
+
+    def is_completed(self) -> bool:
+        return self._started.done() and self._started.value().is_completed()
+
+
+@final
+class Way:
+    """One direction of a link, which carries one transfer after another.
+
+    `burst_s` of bytes pass at once after a rest: the contents of a full token bucket.
     """
 
-    def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
-        """`burst_bytes` of payload pass at once after a rest: the contents of a full token
-        bucket."""
-        self.link = link
-        self._burst_s = burst_bytes / link.bytes_per_s
+    def __init__(self, burst_s: float) -> None:
+        self._burst_s = burst_s
         self._lock = threading.Lock()
         self._free_at_s = 0.0
         # when the tokens for everything carried so far are there: the bucket as a virtual clock
         self._paid_at_s = 0.0
-        self.log: deque[Carried] = deque(maxlen=_LOG_LENGTH)  # transfers that have ended
 
     def reserve(
         self, *, ready_s: float, bytes_s: float, latency_s: float = 0.0
     ) -> tuple[float, float]:
-        """Reserves the link's next free interval from `ready_s` on, for bytes and then a latency;
+        """Reserves the next free interval from `ready_s` on, for bytes and then a latency;
         returns its start and end.
 
         The bucket is the generic cell rate algorithm (ITU-T I.371). Latencies refill it; here they
@@ -125,6 +151,18 @@ class EmulatedLink:
             self._paid_at_s = max(self._paid_at_s, started_s - self._burst_s) + bytes_s
             self._free_at_s = max(self._paid_at_s, started_s) + latency_s
             return started_s, self._free_at_s
+
+
+@final
+class EmulatedLink:
+    """This process's link to the network, of all its groups."""
+
+    def __init__(self, link: Link, *, burst_bytes: int = 0) -> None:
+        """`burst_bytes` of payload pass at once after a rest, in each direction."""
+        self.link = link
+        burst_s = burst_bytes / link.bytes_per_s
+        self.way_in, self.way_out = Way(burst_s), Way(burst_s)
+        self.log: deque[Carried] = deque(maxlen=_LOG_LENGTH)  # transfers that have ended
 
     def deliver(
         self,
@@ -137,15 +175,14 @@ class EmulatedLink:
         due_s: float,
     ) -> None:
         """Waits until `due_s`, logs the transfer, and ends its handle."""
-        while (now_s := time.perf_counter()) < due_s:
-            time.sleep(due_s - now_s)
+        _sleep_until(due_s)
         self.log.append(
             Carried(
                 kind=kind,
                 num_bytes=num_bytes,
                 launched_s=launched_s,
                 started_s=started_s,
-                done_s=now_s,
+                done_s=time.perf_counter(),
             )
         )
         work.finish()
@@ -153,6 +190,9 @@ class EmulatedLink:
     def drain_log(self) -> tuple[Carried, ...]:
         """Returns all transfers that ended since the last call, in the order they ended."""
         return tuple(self.log.popleft() for _ in range(len(self.log)))
+
+
+_Ending = LinkWork | SentWork
 
 
 @final
@@ -164,10 +204,10 @@ class TaskThread(threading.Thread):
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._tasks: SimpleQueue[tuple[LinkWork, Callable[[], None]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[_Ending, Callable[[], None]] | None] = SimpleQueue()
         self.start()
 
-    def submit(self, work: LinkWork, task: Callable[[], None]) -> None:
+    def submit(self, work: _Ending, task: Callable[[], None]) -> None:
         self._tasks.put((work, task))
 
     def run(self) -> None:
@@ -186,6 +226,34 @@ class TaskThread(threading.Thread):
         """
         self._tasks.put(None)
         self.join(max(0.0, until_s - time.perf_counter()))
+
+
+@final
+class Sends:
+    """The sends of one group: gloo has each one when the link would begin to carry it."""
+
+    def __init__(self, link: EmulatedLink, *, rank: int) -> None:
+        self._link = link
+        self._thread = TaskThread(f"undertow-send-{rank}")
+
+    def post(self, start: Callable[[], dist.Work], tensors: list[Tensor]) -> SentWork:
+        """Starts to send on gloo when the way out is free."""
+        work = SentWork()
+        send = partial(self._send, work, start, _num_bytes(tensors), time.perf_counter())
+        self._thread.submit(work, send)
+        return work
+
+    def close(self, until_s: float) -> None:
+        """Ends the thread after every message has left, or at `until_s`."""
+        self._thread.close(until_s)
+
+    def _send(
+        self, work: SentWork, start: Callable[[], dist.Work], num_bytes: int, posted_s: float
+    ) -> None:
+        bytes_s = num_bytes / self._link.link.bytes_per_s
+        started_s, _ = self._link.way_out.reserve(ready_s=posted_s, bytes_s=bytes_s)
+        _sleep_until(started_s)
+        work.start(start())
 
 
 @final
@@ -228,16 +296,25 @@ class Receives:
 
     def _receive(self, work: LinkWork, running: dist.Work, num_bytes: int, posted_s: float) -> None:
         running.wait()
-        # Under the lock, so that messages are delivered in the order of their times on the link.
-        with self._lock:
-            bytes_s = num_bytes / self._link.link.bytes_per_s
-            started_s, due_s = self._link.reserve(ready_s=time.perf_counter(), bytes_s=bytes_s)
-            deliver = partial(
-                self._link.deliver, work, kind="send", num_bytes=num_bytes, launched_s=posted_s
-            )
-            self._delivery.submit(
-                work, partial(deliver, started_s=started_s, due_s=due_s + self._link.link.hop_s)
-            )
+        due_s = time.perf_counter()
+        left_s = num_bytes / self._link.link.bytes_per_s
+        started_s = None
+        while started_s is None or left_s > 0:
+            slice_s = min(left_s, _SLICE_S)
+            began_s, due_s = self._link.way_in.reserve(ready_s=due_s, bytes_s=slice_s)
+            started_s = began_s if started_s is None else started_s
+            left_s -= slice_s
+            _sleep_until(due_s)  # meanwhile other senders reserve
+        deliver = partial(
+            self._link.deliver, work, kind="send", num_bytes=num_bytes, launched_s=posted_s
+        )
+        due_s += self._link.link.hop_s
+        self._delivery.submit(work, partial(deliver, started_s=started_s, due_s=due_s))
+
+
+def _sleep_until(until_s: float) -> None:
+    while (now_s := time.perf_counter()) < until_s:
+        time.sleep(until_s - now_s)
 
 
 def _num_bytes(payload: Any) -> int:
@@ -295,11 +372,14 @@ class _EmulatedGroup(dist.ProcessGroup):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._link = link
-        self._receives = Receives(link, rank=rank)
+        self._sends, self._receives = Sends(link, rank=rank), Receives(link, rank=rank)
         self._collectives = TaskThread(f"undertow-link-{rank}")
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return BACKEND
+
+    def send(self, tensors: list[Tensor], dest: int, tag: int) -> dist.Work:
+        return self._sends.post(partial(self.inner.send, tensors, dest, tag), tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         return self._receives.post(
@@ -330,6 +410,7 @@ class _EmulatedGroup(dist.ProcessGroup):
         too.
         """
         until_s = time.perf_counter() + patience.LINK_S
+        self._sends.close(until_s)
         self._receives.close(until_s)
         self._collectives.close(until_s)
 
@@ -351,7 +432,9 @@ class _EmulatedGroup(dist.ProcessGroup):
         bytes_s = (
             collective_seconds(link, kind, num_bytes=num_bytes, num_ranks=self.size()) - latency_s
         )
-        started_s, due_s = self._link.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s)
+        started_s, due_s = self._link.way_in.reserve(
+            ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s
+        )
         self._link.deliver(
             work,
             kind=kind,

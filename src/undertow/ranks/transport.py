@@ -331,8 +331,9 @@ class OwnGroup:
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks of the group."""
-        return [peer for peer in range(self.num_ranks) if peer != self.rank]
+        """The other ranks of the group, from the next one on: if all sent to rank 0 first, its link
+        would be full and the others' empty."""
+        return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
     def send(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
         """Starts to send `parts[peer]` to each other rank over the process group."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from undertow.cost import Link
-from undertow.emulation.link import EmulatedLink, LinkWork, Receives
+from undertow.emulation.link import EmulatedLink, LinkWork, Receives, Sends
 
 HOP_S, NUMEL = 0.3, 10_000
 
@@ -54,7 +54,7 @@ def post(receives: Receives, message: Message) -> LinkWork:
 
 
 def test_messages_follow_one_another_and_pay_their_latency_side_by_side(link: EmulatedLink, receives: Receives) -> None:
-    for work in [post(receives, Message(source).come()) for source in (1, 2, 1, 2, 1)]:
+    for work in [post(receives, Message(1).come()) for _ in range(5)]:
         work.wait()
     log, cost_s = link.drain_log(), 4 * NUMEL / 1e6
     assert [(it.kind, it.num_bytes) for it in log] == [("send", 4 * NUMEL)] * 5
@@ -63,6 +63,40 @@ def test_messages_follow_one_another_and_pay_their_latency_side_by_side(link: Em
     assert all(it.done_s >= it.started_s + cost_s + HOP_S - 1e-9 for it in log)
     # Latencies in series would be 5 * 0.3 s; half of what lies between is left to a busy machine.
     assert log[-1].done_s - log[0].launched_s < 5 * cost_s + HOP_S + 2 * HOP_S
+
+
+def test_a_short_message_does_not_wait_for_a_long_one_of_another_sender(receives: Receives) -> None:
+    long = receives.post(lambda: Message(1).come(), [torch.zeros(50 * NUMEL)], source=1)  # for 2 s
+    post(receives, Message(2).come()).wait()
+    assert not long.is_completed()
+    long.wait()
+
+
+def test_gloo_has_a_message_when_those_before_it_have_left(link: EmulatedLink) -> None:
+    sends, begun_s = Sends(link, rank=0), list[float]()
+
+    def start() -> Message:
+        begun_s.append(time.perf_counter())
+        return Message(1).come()
+
+    posted_s = time.perf_counter()
+    works = [sends.post(start, [torch.zeros(NUMEL)]) for _ in range(3)]
+    for work in works:
+        work.wait()
+    sends.close(time.perf_counter() + 10.0)
+    cost_s = 4 * NUMEL / 1e6
+    assert all(begun >= posted_s + number * cost_s for number, begun in enumerate(begun_s))
+
+
+def test_an_error_of_a_send_reaches_whoever_waits(link: EmulatedLink) -> None:
+    def fail() -> Message:
+        raise RuntimeError("no such peer")
+
+    sends = Sends(link, rank=0)
+    work = sends.post(fail, [torch.zeros(NUMEL)])
+    with pytest.raises(RuntimeError, match="no such peer"):
+        work.wait()
+    sends.close(time.perf_counter() + 10.0)
 
 
 def test_a_late_sender_does_not_keep_the_others(receives: Receives) -> None:
@@ -84,7 +118,7 @@ def test_messages_of_one_sender_are_done_as_they_were_posted(receives: Receives)
 
 
 def test_a_receive_waits_for_what_else_is_on_the_link(link: EmulatedLink, receives: Receives) -> None:
-    _, free_s = link.reserve(ready_s=time.perf_counter(), bytes_s=0.2)
+    _, free_s = link.way_in.reserve(ready_s=time.perf_counter(), bytes_s=0.2)
     post(receives, Message(1).come()).wait()
     (transfer,) = link.drain_log()
     assert transfer.started_s >= free_s
@@ -131,7 +165,7 @@ LINK = Link(name="slow", hop_s=1.0, bytes_per_s=10.0)
     ],
 )
 def test_stretches_on_a_link(link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]) -> None:
-    emulated = EmulatedLink(link, burst_bytes=burst_bytes)
+    way = EmulatedLink(link, burst_bytes=burst_bytes).way_in
     assert [
-        emulated.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent
+        way.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent
     ] == [stretch for *_, stretch in sent]
