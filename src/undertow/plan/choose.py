@@ -8,6 +8,7 @@ of all plans, and 2.7 % at worst, over 930 cases (docs/planning.md).
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -137,19 +138,27 @@ def equal_groups(
     """Returns about `num_buckets` groups of consecutive parameters of `order`, of about equal
     bytes.
 
-    The last one has `last_share` of the bytes of another one. Parameters of different dtype or
-    device in one stretch of the order go to different groups.
+    The last one has `last_share` of the bytes of another one. Parameters of different dtype, device
+    or optimizer go to different groups: each kind gets its share of `num_buckets`, and one at
+    least.
     """
-    sizes = [spec.num_bytes for spec in params]
-    target = sum(sizes) / (num_buckets - 1 + last_share)
-    groups: dict[tuple[int, Kind], list[int]] = {}  # by stretch of the order, and kind
-    sent_bytes = 0
+    of_kind: defaultdict[Kind, list[int]] = defaultdict(list)
     for param in order:
-        middle = sent_bytes + sizes[param] / 2
-        stretch = min(int(middle / target), num_buckets - 1) if target else 0
-        groups.setdefault((stretch, params[param].kind), []).append(param)
-        sent_bytes += sizes[param]
-    return by_last_ready(groups.values(), order)
+        of_kind[params[param].kind].append(param)
+    total_bytes = sum(spec.num_bytes for spec in params)
+    groups: list[list[int]] = []
+    for members in of_kind.values():
+        num_bytes = _num_bytes(params, members)
+        number = max(1, round(num_buckets * num_bytes / total_bytes)) if total_bytes else 1
+        target = num_bytes / (number - 1 + last_share)
+        stretches: list[list[int]] = [[] for _ in range(number)]
+        sent_bytes = 0
+        for param in members:
+            middle = sent_bytes + params[param].num_bytes / 2
+            stretches[min(int(middle / target), number - 1) if target else 0].append(param)
+            sent_bytes += params[param].num_bytes
+        groups += filter(None, stretches)
+    return by_last_ready(groups, order)
 
 
 def _family(
