@@ -194,6 +194,27 @@ def test_a_step_that_changes_settings_is_an_error() -> None:
         assert text.startswith("CountsInItsGroup cannot be sharded: its step changes the settings of a parameter group.")
 
 
+class KeepsTensorsByName(torch.optim.SGD):
+    """As some distributed optimizers do: a dict in the state, with tensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["factors"] = {"left": param.new_zeros(1)}
+        return loss
+
+
+@in_ranks(2)
+def test_a_state_that_no_other_rank_can_be_sent_is_an_error_in_the_first_step() -> None:
+    with contextlib.closing(DistributedDataParallel(layers())) as model:
+        optimizer = ShardedOptimizer(KeepsTensorsByName, model, lr=0.1, whole=True)
+        loss_of(model, 0, dist.get_rank()).backward()
+        text = text_of(ConfigError, optimizer.step)
+        assert text.startswith(
+            "KeepsTensorsByName cannot be sharded: state[param]['factors'] is of type dict, which cannot go to another rank."
+        )
+
+
 @in_ranks(2)
 def test_one_norm_clips_the_gradients_of_all_optimizers() -> None:
     bare = layers()

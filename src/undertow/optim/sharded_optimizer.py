@@ -22,6 +22,7 @@ from undertow.optim.state import (
     ParamState,
     gather_states,
     part_of_state,
+    require_portable,
     updates_whole_parameters,
 )
 from undertow.sharded.shards import FlatParams, ShardPart, in_memory_order
@@ -576,7 +577,8 @@ class InnerOptimizer:
                     owned.state = states[owned.param] = inner[owned.target]
 
     def _step_as_agreed(self) -> None:
-        """Raises ConfigError if the step of a class that may do anything has changed settings."""
+        """Raises ConfigError if the step of a class that may do anything has changed settings, or
+        made a state that cannot go to another rank."""
         before = list(map(hyper_parameters, self.optimizer.param_groups))
         private.step_unwatched(self.optimizer)
         cls = type(self.optimizer).__name__
@@ -586,6 +588,9 @@ class InnerOptimizer:
             where="ShardedOptimizer.step",
             remedy="Ranks would not agree on them. Use this optimizer without sharding.",
         )
+        for owned in self.owned:
+            if owned.state is None:
+                require_portable(self.optimizer.state.get(owned.target, {}), cls=cls)
 
     def _follow_writes(self) -> None:
         for flat in self._flats:

@@ -1,6 +1,7 @@
 """The state of a sharded optimizer: cut to this rank's elements, and gathered whole."""
 
 import copy
+import json
 import math
 import warnings
 from collections import defaultdict
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from undertow.buckets.bucket import strides_of_gradient
 from undertow.device import device_of
-from undertow.errors import require
+from undertow.errors import ConfigError, require
 from undertow.plan import Bucket
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
@@ -100,6 +101,21 @@ def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | Non
             stacklevel=3,
         )
     return whole
+
+
+def require_portable(state: Mapping[str, Any], *, cls: str) -> None:
+    """Raises ConfigError if a state of that class has what cannot go to another rank."""
+    for key, value in flattened(state).items():
+        try:
+            json.dumps({key: description(value)})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{cls} cannot be sharded: state[param][{key!r}] is of type "
+                f"{type(value).__name__}, which cannot go to another rank.",
+                where="ShardedOptimizer.step",
+                remedy="Keep tensors, lists of tensors, numbers and texts there, or use this "
+                "optimizer without sharding.",
+            ) from error
 
 
 def part_of_state(

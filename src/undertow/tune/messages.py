@@ -5,15 +5,15 @@ Ranks exchange rows of numbers, one row per step, and take the maximum over rank
 in microseconds since the end of the previous synchronization, which ends on all ranks at once:
 
     begin | backward begins | backward ends | rest | synchronized | packing | -waiting | -processors
-    | ready ... | -reductions ... | -gathers ...
-    by param    by bucket         by bucket
+    | ready ... | launched ... | done ... | launched ... | done ...
+    by param    reductions, by bucket     gathers, by bucket
 
 Each rank subtracts the time for which its forward waited for parameters from the times before and
-in backward.
+in backward, but not from those of collectives.
 
-A gradient is ready when the last rank has it: the maximum. A collective takes as long as on the
-rank that launched it last, because the others waited for that rank: the minimum, which is the
-maximum of the negatives. Values that a rank does not know are minus infinity.
+A gradient is ready when the last rank has it. A collective begins when the last rank launches it,
+and ends when the last rank has its result: all are maxima. Values that a rank does not know are
+minus infinity.
 
 A decision is an array of numbers too: its rank sends it to the others.
 """
@@ -57,7 +57,7 @@ def array_of_records(
     All unknown if it has not recorded that many.
     """
     if not _is_complete(records, num_steps):
-        return np.full((num_steps, _NUM_TIMES + len(plan.params) + 2 * len(plan.buckets)), _UNKNOWN)
+        return np.full((num_steps, _NUM_TIMES + len(plan.params) + 4 * len(plan.buckets)), _UNKNOWN)
     return np.array([_row(record, plan) for record in records])
 
 
@@ -68,10 +68,12 @@ def _row(record: StepRecord, plan: Plan) -> list[float]:
         record.backwards[-1][1],
         max(bucket.waited[1] for bucket in record.buckets),
     )
-    negated = (
-        {row.bucket: row.launched_us - row.done_us for row in sent}
-        for sent in (record.buckets, record.gathers)
-    )
+    of_buckets: list[float] = []
+    for sent in (record.buckets, record.gathers):
+        times = np.full((2, len(plan.buckets)), _UNKNOWN)
+        for row in sent:
+            times[:, row.bucket] = row.launched_us, row.done_us
+        of_buckets += (record.idle_us + times).ravel().tolist()
     return [
         record.idle_us,
         *(computing + at for at in record.backwards[-1]),
@@ -81,11 +83,7 @@ def _row(record: StepRecord, plan: Plan) -> list[float]:
         backward_end - last_wait,  # with the packing that comes after the end of backward
         -record.cpu_us,
         *(computing + record.arrivals.get(param, _UNKNOWN) for param in range(len(plan.params))),
-        *(
-            of_bucket.get(index, _UNKNOWN)
-            for of_bucket in negated
-            for index in range(len(plan.buckets))
-        ),
+        *of_buckets,
     ]
 
 
@@ -99,8 +97,10 @@ def measurement_from_array(
     """
     if not _is_complete(records, len(latest)) or not np.isfinite(latest[:, :_NUM_TIMES]).all():
         return None
-    num_params, num_buckets = len(plan.params), len(plan.buckets)
-    times, ready, durations = np.split(latest, [_NUM_TIMES, _NUM_TIMES + num_params], axis=1)
+    before = _NUM_TIMES + len(plan.params)
+    times, ready, of_buckets = np.split(latest, [_NUM_TIMES, before], axis=1)
+    # [steps, reductions and gathers, launched and done, buckets]
+    of_buckets = of_buckets.reshape(len(latest), 2, 2, len(plan.buckets))
     # In the planner's bytes, even if a mesh sends gradients over both axes, or a hook sends them.
     planned = [
         [replace(row, num_bytes=plan.buckets[row.bucket].wire_bytes) for row in record.buckets]
@@ -108,8 +108,7 @@ def measurement_from_array(
     ]
     reductions = [_in_equal_parts(rows, plan) for rows in planned]
     gathers = [_in_equal_parts(record.gathers, plan) for record in records]
-    samples = _samples(reductions, -durations[:, :num_buckets])
-    samples |= _samples(gathers, -durations[:, num_buckets:])
+    samples = _samples(reductions, of_buckets[:, 0]) | _samples(gathers, of_buckets[:, 1])
     launch_us, us_per_byte = line_through(curve_from_samples(_packed(records, plan)).points)
     skews = [
         float(np.std(busy)) / max(_LEAST_US, float(np.mean(busy)))
@@ -185,18 +184,20 @@ def _is_complete(records: Sequence[StepRecord], num_steps: int) -> bool:
 
 
 def _samples(
-    steps: Sequence[Sequence[BucketRecord]], durations: NDArray[np.float64]
+    steps: Sequence[Sequence[BucketRecord]], times: NDArray[np.float64]
 ) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Returns the costs of the rows' collectives by kind.
+
+    times: [steps, launched and done, buckets]
+    """
     transfers = [
         [
             Transfer(
-                num_bytes=row.num_bytes,
-                start_us=row.done_us - took[row.bucket],
-                stop_us=row.done_us,
+                num_bytes=row.num_bytes, start_us=launched[row.bucket], stop_us=done[row.bucket]
             )
             for row in rows
         ]
-        for rows, took in zip(steps, durations.tolist(), strict=True)
+        for rows, (launched, done) in zip(steps, times.tolist(), strict=True)
     ]
     return {kind: cost_samples(transfers) for kind in {row.kind for rows in steps for row in rows}}
 
@@ -211,7 +212,6 @@ class Outcome(IntEnum):
     # the steps were not measured, or another plan has taken over since: they are measured again
     INCOMPLETE = 4
     TOO_LARGE = 5  # for a move every rank would hold the whole state of the optimizer for a moment
-    OWNED = 6  # the family of plans does not make buckets that have parameters for every owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

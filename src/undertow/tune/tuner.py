@@ -111,8 +111,6 @@ class Tuner:
         outcome = Outcome.MOVE
         if present_us - best.finish_us <= _WORTHWHILE * present_us:
             outcome = Outcome.KEEP
-        elif any(plan.owners):
-            outcome = Outcome.OWNED
         elif has_shards and sum(spec.num_bytes for spec in plan.params) > _MOST_MOVED_BYTES:
             outcome = Outcome.TOO_LARGE
         return Decision(
