@@ -58,7 +58,8 @@ class Profile:
 
     ```python
     profile = profile_from_file("profile.json")
-    choice = choose(profile.params, profile.order, profile.timing, profile.costs())
+    model = StepModel(params=profile.params, timing=profile.timing, costs=profile.costs())
+    choice = choose(model, profile.order)
     ```
     """
 

@@ -73,10 +73,13 @@ class StepModel:
             wires.append(wire if is_real else None)
         return tuple(wires)
 
-    def finish_us(self, groups: Groups, wires: Wires) -> float:
-        """Returns when the last reduction ends, in microseconds since the step began."""
-        if not groups:  # one empty bucket is sent
-            groups, wires = ((),), (None,)
+    def finish_us(self, groups: Groups, wires: Wires | None = None) -> float:
+        """Returns when the last reduction ends, in microseconds since the step began.
+
+        `wires` has the format of each bucket; None: all in full width.
+        """
+        groups = groups or ((),)  # one empty bucket is sent
+        wires = wires or (None,) * len(groups)
         finish_us = _through_us(self._starts_us(groups), self._reductions_us(groups, wires))
         if not self.has_shards:
             return finish_us
@@ -151,27 +154,6 @@ def stretched(
     if factor == 1:
         return payload
     return replace(payload, num_bytes=math.ceil(payload.num_bytes * factor))
-
-
-def finish_us(
-    params: Sequence[ParamSpec],
-    groups: Sequence[Sequence[int]],
-    timing: StepTiming,
-    costs: Costs,
-    *,
-    has_shards: bool = False,
-    bucket_us: float = 0.0,
-) -> float:
-    """Returns when the last reduction of the buckets of `groups` ends, in microseconds since the
-    step began, in full width.
-
-    `StepModel` explains the arguments.
-    """
-    model = StepModel(
-        params=params, timing=timing, costs=costs, has_shards=has_shards, bucket_us=bucket_us
-    )
-    filled = tuple(tuple(group) for group in groups if group)
-    return model.finish_us(filled, model.narrowed(filled, None))
 
 
 def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:

@@ -14,7 +14,9 @@ from undertow.plan import (
     ParamSpec,
     Plan,
     SizeCaps,
+    StepModel,
     Wires,
+    choose,
     group_by_size,
     plan_from_groups,
     plan_in_order,
@@ -23,7 +25,7 @@ from undertow.profile import Profile
 from undertow.report.comparison import SimulatedStep
 from undertow.schedule import Strategy, strategy_named
 from undertow.simulate import Conditions, simulate, with_divided_update
-from undertow.tune import bucket_us_of, choice_for, wire_to_plan
+from undertow.tune import bucket_us_of, wire_to_plan
 
 _MIB = 1024 * 1024
 PER_PARAMETER, FIXED, PLANNED, MEASURED = (
@@ -255,16 +257,17 @@ class WhatIf:
         bucket_us = self.conditions.of(self.profile)["launch_us"]
         if self.profile.is_measured and self.conditions.launch_us is None:
             bucket_us = bucket_us_of(self.profile)
-        return choice_for(
-            self.profile,
-            self.costs,
+        model = StepModel(
+            params=self.profile.params,
+            timing=self.profile.timing,
+            costs=self.costs,
             has_shards=self.strategy.gather is not None,
-            bucket_us=bucket_us,
-            wire=wire_to_plan(self.profile, self.wire) if self.link is None else self.wire,
             param_wire=self.param_wire,
-            groups=groups,
+            bucket_us=bucket_us,
             num_shards=self._num_shards or self.num_ranks,
         )
+        wire = wire_to_plan(self.profile, self.wire) if self.link is None else self.wire
+        return choose(model, self.profile.order, wire=wire, groups=groups)
 
     def _plan(self, groups: Groups, wires: Wires) -> Plan:
         return plan_from_groups(
