@@ -89,7 +89,6 @@ def measured_turns(replicas: Replicas, whole: Fragment, *, step_us: float) -> tu
 
     `whole` is the model as one fragment.
     """
-    outer = replicas.outer
     small_us, large_us = _exchange_us(replicas, _SMALL), _exchange_us(replicas, _LARGE)
     mine = [step_us, small_us, large_us]
     found = gather_json(replicas.all_ranks, mine, waits_for="the choice of fragments")
@@ -103,12 +102,10 @@ def measured_turns(replicas: Replicas, whole: Fragment, *, step_us: float) -> tu
         sizes[layer_of(name)] += view.numel()
     share_us = all_us / max(1, sizes.total())
     turns = chosen_turns(
-        every=outer.every,
+        replicas.outer,
         step_us=step_us,
         fixed_us=small_us,
         layers_us=[numel * share_us for numel in sizes.values()],
-        fragments=None if outer.fragments == AUTO else int(outer.fragments),
-        delay=None if outer.delay == AUTO else int(outer.delay),
     )
     reason = (
         f"a step takes {step_us / 1e3:.1f} ms, and an exchange of all parameters "

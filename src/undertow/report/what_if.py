@@ -86,18 +86,25 @@ class WhatIf:
         )
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913  # one argument per question
         cls,
         profile: Profile,
+        *,
         strategy: str | None = None,
         num_ranks: int | None = None,
+        wire: str | None = None,
+        param_wire: str | None = None,
         optimizer: str | None = None,
+        link: str | None = None,
+        per_node: int | None = None,
+        node_link: str | None = None,
     ) -> Self:
-        """Takes the profile's strategy and number of ranks if they are None, its network and its
-        formats.
+        """Takes the profile's strategy, number of ranks and formats if they are None, and its
+        network without a link.
 
-        With "muon" and shards, hidden matrices have one owner each. Whole parameters of the profile
-        are cut if every rank updates everything, or if the optimizer is another one.
+        The format "none" is full width. With "muon" and shards, hidden matrices have one owner
+        each. Whole parameters of the profile are cut if every rank updates everything, or if the
+        optimizer is another one.
         """
         chosen = strategy_named(strategy or profile.strategy)
         known = (_MUON, *_ELEMENTWISE)
@@ -111,13 +118,20 @@ class WhatIf:
             profile = replace(profile, params=tuple(map(_cut, profile.params)))
         elif optimizer == _MUON:
             profile = _with_hidden_matrices_whole(profile)
+        gathered = None if chosen.gather is None else profile.param_wire
+        formats = SyncConfig(
+            wire=_format(wire, profile.wire), param_wire=_format(param_wire, gathered)
+        )
         return cls(
             optimizer=optimizer,
             profile=profile,
             strategy=chosen,
             num_ranks=num_ranks or profile.num_ranks,
-            wire=profile.wire,
-            param_wire=None if chosen.gather is None else profile.param_wire,
+            wire=formats.wire,
+            param_wire=formats.param_wire,
+            link=link,
+            per_node=per_node,
+            node_link=node_link,
         )
 
     @cached_property
@@ -282,6 +296,13 @@ class WhatIf:
     def _num_shards(self) -> int | None:
         """The ranks of a replica; None is all ranks."""
         return None if self.strategy.crossing is None else self._per_node
+
+
+def _format(asked: str | None, of_profile: str | None) -> str | None:
+    """Returns the format that is asked for, by default the profile's."""
+    if asked is None:
+        return of_profile
+    return None if asked == "none" else asked
 
 
 def _cut(spec: ParamSpec) -> ParamSpec:
