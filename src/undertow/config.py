@@ -391,7 +391,11 @@ class SyncConfig:
         )
         if self.bucket_cap_mb is not None:
             for cap in caps or (None,):
-                bytes_from_mib(cap, name="bucket_cap_mb")
+                _require(
+                    as_float(cap) > 0,
+                    f"bucket_cap_mb must be a positive number of MiB, got {brief(cap)}.",
+                    "Give a number above zero, such as 25, or leave it out for a planned size.",
+                )
         ignored = (
             list(self.ignore)
             if isinstance(self.ignore, Iterable) and not isinstance(self.ignore, str)
@@ -531,20 +535,6 @@ def _wire_of_axes(wire: object, strategy: str | None) -> object:
         'Only strategy="hybrid" takes two: within rows of the mesh, and across them.',
     )
     return tuple(map(_dtype_name, wire))
-
-
-def bytes_from_mib(value: Any, *, name: str) -> float:
-    """Converts `value` MiB to bytes.
-
-    Raises ConfigError, naming the setting, unless it is a positive number.
-    """
-    require(
-        as_float(value) > 0,
-        f"{name} must be a positive number of MiB, got {brief(value)}.",
-        where="SyncConfig",
-        remedy="Give a number above zero, such as 25, or leave it out for a planned size.",
-    )
-    return value * 1024 * 1024  # type: ignore[no-any-return]  # a number
 
 
 def _check_choice(field: dataclasses.Field[Any], value: object) -> None:

@@ -18,7 +18,7 @@ from undertow.cost import Costs, Payload, payloads_us
 from undertow.errors import require
 from undertow.plan import Bucket, Plan, payload_of
 from undertow.plan.owners import totals_by_rank, update_work
-from undertow.plan.timing import stretched
+from undertow.plan.timing import in_equal_parts
 from undertow.profile import Profile
 from undertow.schedule import (
     Op,
@@ -149,9 +149,8 @@ def simulate(
         payloads[strategy.gather] = [
             _parameters(bucket, plan, param_wire) for bucket in plan.buckets
         ]
-    if strategy.gather is not None:
         for kind, sent in payloads.items():
-            payloads[kind] = list(map(partial(_in_parts, plan), plan.buckets, sent))
+            payloads[kind] = list(map(partial(in_equal_parts, plan), plan.buckets, sent))
     return _Step(profile, plan, strategy, costs, conditions, payloads).run()
 
 
@@ -163,11 +162,6 @@ def _parameters(bucket: Bucket, plan: Plan, wire: str | None) -> Payload:
     if wire is None:
         return Payload(num_bytes=bucket.shard_numel * plan.num_ranks * bucket.itemsize)
     return payload_of(plan.params, bucket.params, wire)
-
-
-def _in_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
-    """Returns a payload in equal parts that takes as long as the largest part of the bucket."""
-    return stretched(payload, plan.params, bucket.params, bucket.owners, num_ranks=plan.num_shards)
 
 
 def with_divided_update(profile: Profile, plan: Plan, strategy: Strategy) -> Profile:

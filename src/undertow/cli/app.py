@@ -27,9 +27,9 @@ class Swept(StrEnum):
     EVERY = "every"
 
 
-def _option(text: str, **limits: int) -> Any:
+def _option(text: str, *, least: int | None = None) -> Any:
     """Returns an option whose text tells what holds without it."""
-    return typer.Option(help=text, show_default=False, **limits)
+    return typer.Option(help=text, show_default=False, min=least)
 
 
 _Profile = Annotated[
@@ -37,7 +37,7 @@ _Profile = Annotated[
 ]
 _Ranks = Annotated[
     int | None,
-    _option("Ranks; by default as in the profile.", min=1),
+    _option("Ranks; by default as in the profile.", least=1),
 ]
 _Strategy = Annotated[
     str | None,

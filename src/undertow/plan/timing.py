@@ -27,6 +27,7 @@ from undertow.cost import Costs, Payload, payloads_us
 from undertow.cost.costs import Floats
 from undertow.plan.layout import Groups, ParamSpec, Wires
 from undertow.plan.owners import largest_over_mean
+from undertow.plan.plan import Bucket, Plan
 from undertow.wire import wire_for
 
 _ROUNDING = 1e-9  # of a sum of times
@@ -125,8 +126,8 @@ class StepModel:
         return payloads_us(self.costs, kind, payloads)
 
     def _payload(self, group: Sequence[int], wire: str | None) -> Payload:
-        payload = payload_of(self.params, group, wire)
-        return stretched(payload, self.params, group, num_ranks=self.num_shards)
+        factor = largest_over_mean(self.params, group, num_ranks=self.num_shards)
+        return _stretched(payload_of(self.params, group, wire), factor)
 
 
 def payload_of(
@@ -140,17 +141,13 @@ def payload_of(
     )
 
 
-def stretched(
-    payload: Payload,
-    params: Sequence[ParamSpec],
-    group: Sequence[int],
-    owners: Sequence[int] | None = None,
-    *,
-    num_ranks: int,
-) -> Payload:
-    """Returns the payload in equal parts that takes as long as the largest part of this bucket;
-    `largest_over_mean` explains the arguments."""
-    factor = largest_over_mean(params, group, owners, num_ranks=num_ranks)
+def in_equal_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
+    """Returns the payload in equal parts that takes as long as the largest part of the bucket."""
+    factor = largest_over_mean(plan.params, bucket.params, bucket.owners, num_ranks=plan.num_shards)
+    return _stretched(payload, factor)
+
+
+def _stretched(payload: Payload, factor: float) -> Payload:
     if factor == 1:
         return payload
     return replace(payload, num_bytes=math.ceil(payload.num_bytes * factor))
