@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import mean, median
 
@@ -10,7 +11,7 @@ import torch
 from undertow.config import Outer
 from undertow.errors import require
 from undertow.outer.fragment import Fragment, Replicas
-from undertow.plan.fragments import Turns, chosen_turns, layer_of
+from undertow.plan.fragments import Turns, chosen_turns, layer_of, layers_of
 from undertow.ranks.agreement import gather_json
 from undertow.trace import OuterReport
 from undertow.wire import AUTO
@@ -67,11 +68,12 @@ class Timings:
         )
 
 
-def given_turns(outer: Outer, *, num_layers: int) -> Turns | None:
+def given_turns(outer: Outer, names: Iterable[str]) -> Turns | None:
     """Returns the fragments and the delay of the settings, or None if they are to be measured.
 
-    Raises ConfigError if there are more fragments than layers.
+    `names` are of the model's tensors. Raises ConfigError if there are more fragments than layers.
     """
+    num_layers = len(layers_of([*names]))
     if isinstance(outer.fragments, int):
         require(
             outer.fragments <= num_layers,
