@@ -58,14 +58,14 @@ def cell(text: str) -> "Text":
 def table_of(columns: Mapping[str, tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> "Table":
     """Returns a table of plain values.
 
-    A column of that name has a title and the format of its values, "" for text. None is shown as
-    "-".
+    A column of that name has a title and the format of its values, "" for text on the left. None
+    is shown as "-".
     """
     from rich.table import Table
 
     table = Table(padding=0)
     for title, form in columns.values():
-        table.add_column(title, justify="right" if form else "left")
+        table.add_column(title, justify="right" if form else "left", overflow="fold")
     for row in rows:
         values = [(row[name], form) for name, (_, form) in columns.items()]
         table.add_row(

@@ -19,7 +19,7 @@ from undertow.errors import require
 from undertow.plan import Bucket, Plan, payload_of
 from undertow.plan.owners import totals_by_rank, update_work
 from undertow.plan.timing import in_equal_parts
-from undertow.profile import Profile
+from undertow.profile import NUMBERS, Profile
 from undertow.schedule import (
     Op,
     OpKind,
@@ -37,8 +37,6 @@ _Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 # Values for a profile that nobody measured; docs/fidelity.md has the published rows that they come
 # from.
 DEFAULTS = {"skew": 0.02, "contention": 0.12, "launch_us": 90.0, "copy_us_per_mb": 25.0}
-# The fastest of a million ranks is 4.9 deviations below the mean: it must still take some time.
-_MOST = {"skew": 0.2, "contention": 0.99, "launch_us": math.inf, "copy_us_per_mb": math.inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +68,8 @@ class Conditions:
     copy_us_per_mb: float | None = None
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
-            value = getattr(self, name)
+        for name in DEFAULTS:
+            value, most = getattr(self, name), NUMBERS[name]
             require(
                 value is None or 0 <= value <= most,
                 f"{name} must be {'0 or more' if math.isinf(most) else f'0 to {most}'}, got "

@@ -115,7 +115,8 @@ class WhatIf:
             remedy=suggestion(optimizer, known),
         )
         if chosen.gather is None or optimizer in _ELEMENTWISE:
-            profile = replace(profile, params=tuple(map(_cut, profile.params)))
+            cut = (replace(spec, is_whole=False) for spec in profile.params)
+            profile = replace(profile, params=tuple(cut))
         elif optimizer == _MUON:
             profile = _with_hidden_matrices_whole(profile)
         gathered = None if chosen.gather is None else profile.param_wire
@@ -305,22 +306,16 @@ def _format(asked: str | None, of_profile: str | None) -> str | None:
     return None if asked == "none" else asked
 
 
-def _cut(spec: ParamSpec) -> ParamSpec:
-    return replace(spec, is_whole=False) if spec.is_whole else spec
-
-
 def _with_hidden_matrices_whole(profile: Profile) -> Profile:
     """Returns the profile with an owner for each hidden matrix, as names and shapes tell them.
 
-    A profile that has whole parameters stays as it is. Buckets that mix them with others go.
+    A profile that has whole parameters stays as it is. The buckets of any other mix matrices with
+    the rest, and go.
     """
     if any(spec.is_whole for spec in profile.params):
         return profile
     params = tuple(replace(spec, is_whole=_is_hidden(spec)) for spec in profile.params)
-    for group in profile.groups or ():
-        if len({params[param].kind for param in group}) > 1:
-            return replace(profile, params=params, groups=None, wires=None)
-    return replace(profile, params=params)
+    return replace(profile, params=params, groups=None, wires=None)
 
 
 def _is_hidden(spec: ParamSpec) -> bool:
