@@ -116,6 +116,22 @@ app = typer.Typer(
 )
 
 
+def _outer(
+    every: int | None, *, wire: str | None, delay: int | None, fragments: int | None
+) -> list[Outer]:
+    """Returns the settings of outer synchronization, several for a sweep."""
+    settings = []
+    for steps in EVERY if every is None else (every,):
+        one = Outer(
+            every=steps,
+            wire=None if wire == "none" else wire or "int8",
+            delay="auto" if delay is None else delay,
+            fragments="auto" if fragments is None else fragments,
+        )
+        settings.append(one)
+    return settings
+
+
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
         print(f"undertow {__version__}")
@@ -329,16 +345,12 @@ def simulate(  # noqa: PLR0913  # one argument per option
         optimizer=optimizer,
     )
     what_if = replace(what_if, conditions=conditions)
-    turns: dict[str, Any] = {"delay": delay, "fragments": fragments}
-    turns = {name: value for name, value in turns.items() if value is not None}
     if outer is not None or sweep is Swept.EVERY:
-        named = None if wire == "none" else wire or "int8"
-        periods = EVERY if outer is None else (outer,)
-        settings = [Outer(every=every, wire=named, **turns) for every in periods]
+        settings = _outer(outer, wire=wire, delay=delay, fragments=fragments)
         show_outer(what_if, settings, is_json=json)
         return
     require(
-        not turns,
+        delay is None and fragments is None,
         "--delay and --fragments have no effect without --outer.",
         where="undertow simulate",
         remedy="Give --outer too, the steps between two exchanges.",
