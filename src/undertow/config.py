@@ -197,7 +197,6 @@ class Outer:
             steps and the link.
         delay: Steps of training that hide an exchange; 0 waits for it at once. "auto" measures.
         wire: The format of differences, as `SyncConfig.wire`; None: full width.
-        mix: The share that a replica keeps of the parameters it has, from 0 to less than 1.
 
     Raises:
         ConfigError: For every value that cannot work.
@@ -214,7 +213,6 @@ class Outer:
     fragments: int | Literal["auto"] = "auto"
     delay: int | Literal["auto"] = "auto"
     wire: Literal["bfloat16", "float16", "int8"] | Any | None = "int8"
-    mix: float = 0.0
 
     def __new__(cls, **settings: Any) -> Self:
         require_known(settings, cls.__dataclass_fields__, "setting", where="Outer")
@@ -240,7 +238,6 @@ class Outer:
                 'a whole number of steps from 0 on, or "auto"',
                 "1",
             ),
-            ("mix", 0 <= as_float(self.mix) < 1, "from 0 to less than 1", "0.0"),
         )
         for name, holds, wanted, example in checks:
             require(
@@ -391,7 +388,11 @@ class SyncConfig:
         )
         if self.bucket_cap_mb is not None:
             for cap in caps or (None,):
-                bytes_from_mib(cap, name="bucket_cap_mb")
+                _require(
+                    as_float(cap) > 0,
+                    f"bucket_cap_mb must be a positive number of MiB, got {brief(cap)}.",
+                    "Give a number above zero, such as 25, or leave it out for a planned size.",
+                )
         ignored = (
             list(self.ignore)
             if isinstance(self.ignore, Iterable) and not isinstance(self.ignore, str)
@@ -531,20 +532,6 @@ def _wire_of_axes(wire: object, strategy: str | None) -> object:
         'Only strategy="hybrid" takes two: within rows of the mesh, and across them.',
     )
     return tuple(map(_dtype_name, wire))
-
-
-def bytes_from_mib(value: Any, *, name: str) -> float:
-    """Converts `value` MiB to bytes.
-
-    Raises ConfigError, naming the setting, unless it is a positive number.
-    """
-    require(
-        as_float(value) > 0,
-        f"{name} must be a positive number of MiB, got {brief(value)}.",
-        where="SyncConfig",
-        remedy="Give a number above zero, such as 25, or leave it out for a planned size.",
-    )
-    return value * 1024 * 1024  # type: ignore[no-any-return]  # a number
 
 
 def _check_choice(field: dataclasses.Field[Any], value: object) -> None:

@@ -26,11 +26,12 @@ __all__ = ["Profile", "profile_from_file", "profile_from_json"]
 FORMAT_FIELD, FORMAT = "undertow_profile", 1  # the first entry of a file, and the format's version
 _TIMES = ("forward_us", "backward_us", "update_us")
 # The numbers, with the largest value that a simulation can use. All but `_TIMES` may be unknown.
-_NUMBERS = {
+NUMBERS = {
     **dict.fromkeys(_TIMES, math.inf),
     "step_us": math.inf,
     "launch_us": math.inf,
     "copy_us_per_mb": math.inf,
+    # The fastest of a million ranks is 4.9 deviations below the mean: it must still take some time.
     "skew": 0.2,
     "contention": 0.99,
     "processors_us": math.inf,
@@ -38,7 +39,7 @@ _NUMBERS = {
 }
 _FORMATS = {"wire": (*WIRES, AUTO), "param_wire": PARAM_WIRES}
 # the fields that are one value, in the order of a file
-_SIMPLE = tuple(dict.fromkeys(("name", "num_ranks", *_TIMES, "strategy", *_FORMATS, *_NUMBERS)))
+_SIMPLE = tuple(dict.fromkeys(("name", "num_ranks", *_TIMES, "strategy", *_FORMATS, *NUMBERS)))
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
 FIELDS = (FORMAT_FIELD, *_SIMPLE, "params", "costs", "buckets", "wires")
 PARAM_FIELDS = ("name", "ready_us", "shape", "dtype", "device", "sparse", "whole")
@@ -58,7 +59,8 @@ class Profile:
 
     ```python
     profile = profile_from_file("profile.json")
-    choice = choose(profile.params, profile.order, profile.timing, profile.costs())
+    model = StepModel(params=profile.params, timing=profile.timing, costs=profile.costs())
+    choice = choose(model, profile.order)
     ```
     """
 
@@ -85,7 +87,7 @@ class Profile:
     network_us: float | None = None  # time that waiting for the network adds
 
     def __post_init__(self) -> None:
-        for name, most in _NUMBERS.items():
+        for name, most in NUMBERS.items():
             value = getattr(self, name)
             if value is not None or name in _TIMES:
                 _require_number(value, name, most=most)

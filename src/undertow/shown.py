@@ -7,12 +7,13 @@ import io
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from undertow.foreign import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
+    from rich.table import Table
     from rich.text import Text
 
 _HTML = '<pre style="font-family:monospace;line-height:1.2;white-space:pre">{code}</pre>'
@@ -52,6 +53,25 @@ def cell(text: str) -> "Text":
     from rich.text import Text
 
     return Text(printable(text))
+
+
+def table_of(columns: Mapping[str, tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> "Table":
+    """Returns a table of plain values.
+
+    A column of that name has a title and the format of its values, "" for text on the left. None
+    is shown as "-".
+    """
+    from rich.table import Table
+
+    table = Table(padding=0)
+    for title, form in columns.values():
+        table.add_column(title, justify="right" if form else "left", overflow="fold")
+    for row in rows:
+        values = [(row[name], form) for name, (_, form) in columns.items()]
+        table.add_row(
+            *(cell("-" if value is None else f"{value:{form}}") for value, form in values)
+        )
+    return table
 
 
 def with_experts(parts: "Iterable[RenderableType]", experts: Mapping[str, Shown]) -> "Group":

@@ -18,8 +18,8 @@ from undertow.cost import Costs, Payload, payloads_us
 from undertow.errors import require
 from undertow.plan import Bucket, Plan, payload_of
 from undertow.plan.owners import totals_by_rank, update_work
-from undertow.plan.timing import stretched
-from undertow.profile import Profile
+from undertow.plan.timing import in_equal_parts
+from undertow.profile import NUMBERS, Profile
 from undertow.schedule import (
     Op,
     OpKind,
@@ -37,8 +37,6 @@ _Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 # Values for a profile that nobody measured; docs/fidelity.md has the published rows that they come
 # from.
 DEFAULTS = {"skew": 0.02, "contention": 0.12, "launch_us": 90.0, "copy_us_per_mb": 25.0}
-# The fastest of a million ranks is 4.9 deviations below the mean: it must still take some time.
-_MOST = {"skew": 0.2, "contention": 0.99, "launch_us": math.inf, "copy_us_per_mb": math.inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +68,8 @@ class Conditions:
     copy_us_per_mb: float | None = None
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
-            value = getattr(self, name)
+        for name in DEFAULTS:
+            value, most = getattr(self, name), NUMBERS[name]
             require(
                 value is None or 0 <= value <= most,
                 f"{name} must be {'0 or more' if math.isinf(most) else f'0 to {most}'}, got "
@@ -149,9 +147,8 @@ def simulate(
         payloads[strategy.gather] = [
             _parameters(bucket, plan, param_wire) for bucket in plan.buckets
         ]
-    if strategy.gather is not None:
         for kind, sent in payloads.items():
-            payloads[kind] = list(map(partial(_in_parts, plan), plan.buckets, sent))
+            payloads[kind] = list(map(partial(in_equal_parts, plan), plan.buckets, sent))
     return _Step(profile, plan, strategy, costs, conditions, payloads).run()
 
 
@@ -163,11 +160,6 @@ def _parameters(bucket: Bucket, plan: Plan, wire: str | None) -> Payload:
     if wire is None:
         return Payload(num_bytes=bucket.shard_numel * plan.num_ranks * bucket.itemsize)
     return payload_of(plan.params, bucket.params, wire)
-
-
-def _in_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
-    """Returns a payload in equal parts that takes as long as the largest part of the bucket."""
-    return stretched(payload, plan.params, bucket.params, bucket.owners, num_ranks=plan.num_shards)
 
 
 def with_divided_update(profile: Profile, plan: Plan, strategy: Strategy) -> Profile:

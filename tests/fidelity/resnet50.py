@@ -5,13 +5,14 @@ tensor by tensor, 102 MB in 64.8 ms; 128.1 ms per iteration on one GPU.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from support.project import ROOT
 from undertow.cost import Costs, Link, RingCosts
-from undertow.plan import ParamSpec, StepTiming, choose, plan_from_groups
+from undertow.plan import ParamSpec, StepModel, StepTiming, choose, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import DDP
 from undertow.simulate import IDEAL, simulate
@@ -72,7 +73,8 @@ class Comparison:
 def compare(profile: Profile, link: Link) -> Comparison:
     costs = RingCosts(link, num_ranks=NUM_RANKS, has_trees=False)
     timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us)
-    choice = choose(profile.params, profile.order, timing, costs)
+    model = StepModel(params=profile.params, timing=timing, costs=costs)
+    choice = choose(model, profile.order, max_bucket_bytes=math.inf)
     return Comparison(
         torch_ms=exposed_ms(profile, torch_groups(profile), costs),
         planned_ms=exposed_ms(profile, choice.best.groups, costs),

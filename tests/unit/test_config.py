@@ -11,7 +11,7 @@ import torch
 
 from support.errors import Call, refusal
 from support.strategies import spec
-from undertow.config import ExpertGroup, Outer, SyncConfig, bytes_from_mib
+from undertow.config import ExpertGroup, Outer, SyncConfig
 from undertow.plan import Plan, plan_from_groups
 
 DEFAULTS = {
@@ -67,7 +67,6 @@ def test_settings_pass_through_json(settings: dict[str, Any]) -> None:
     [
         (SyncConfig(bucket_cap_mb=(1, 2.5)).bucket_cap_mb, (1, 2.5)),
         (SyncConfig(bucket_cap_mb=[1, 2.5]).bucket_cap_mb, (1, 2.5)),
-        (bytes_from_mib(0.25, name="bucket_cap_mb"), 262_144),
         *((SyncConfig(wire=dtype).wire, "bfloat16") for dtype in ("bfloat16", "bf16", torch.bfloat16)),
         *((SyncConfig(reduce_dtype=dtype).reduce_dtype, "float32") for dtype in ("float32", "fp32", torch.float32)),
         *((SyncConfig(ignore=names).ignore, ("a", "b")) for names in (["b", "a"], {"a", "b"}, (name for name in "ba"))),
@@ -75,7 +74,7 @@ def test_settings_pass_through_json(settings: dict[str, Any]) -> None:
         (json.loads(json.dumps(SyncConfig(experts=[experts(divisor=4)]).to_dict()))["experts"], [{"divisor": 4, "match": "a.*"}]),
     ],
     ids=[
-        *("a tuple", "a list becomes a tuple", "mebibytes become bytes"),
+        *("a tuple", "a list becomes a tuple"),
         *(f"{kind} of {setting}" for setting in ("wire", "reduce_dtype") for kind in ("a name", "a short name", "a dtype")),
         *("names of a list", "of a set", "of a generator", "experts", "experts as text"),
     ],
@@ -293,7 +292,6 @@ OUTER: dict[str, tuple[dict[str, Any], str]] = {
         "delay must be less than every=2, got 2.\n  Outer\n"
         "  An exchange of a fragment ends before its next one begins: give a smaller delay.",
     ),
-    "mix": ({"every": 2, "mix": 1.0}, "mix must be from 0 to less than 1, got 1.0.\n  Outer\n  Write mix=0.0."),
     "wire": ({"every": 2, "wire": "int4"}, "wire cannot be 'int4'.\n  Outer\n  Did you mean 'int8'?"),
     "name": ({"every": 2, "fragment": 3}, "setting 'fragment' does not exist.\n  Outer\n  Did you mean 'fragments'?"),
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.errors import refusal
 from support.steps import FREE, lines, profile_of
 from undertow.cost import CostCurve, Costs, NodeCosts
-from undertow.plan import Groups, Plan, StepTiming, finish_us, plan_from_groups
+from undertow.plan import Groups, Plan, StepModel, StepTiming, plan_from_groups
 from undertow.profile import Profile
 from undertow.schedule import (
     DDP,
@@ -212,7 +212,8 @@ def test_a_step_takes_what_the_planner_has_minimized(
     assume(all(bucket.shard_numel for bucket in plan.buckets))  # what holds nothing is not gathered
     costs = lines((reduction_us, 0), (gather_us, 0))
     timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us, used_us=profile.used_us)
-    planned_us = finish_us(profile.params, plan.groups, timing, costs, has_shards=strategy.gather is not None)
+    has_shards = strategy.gather is not None
+    planned_us = StepModel(params=profile.params, timing=timing, costs=costs, has_shards=has_shards).finish_us(plan.groups)
     assert simulate(profile, plan, strategy, costs, IDEAL).step_us == pytest.approx(
         profile.update_us + profile.forward_us + planned_us, abs=ROUNDING_US
     )

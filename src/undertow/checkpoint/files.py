@@ -138,14 +138,6 @@ def folder_for_loading(path: Path) -> Path:
             where=str(path.absolute()),
             remedy="Look for it in another place; every rank must see it.",
         )
-    require(
-        not os.path.lexists(found / ".metadata"),
-        "the checkpoint has the format of torch.distributed.checkpoint, which earlier versions "
-        "wrote.",
-        where=str(found.absolute()),
-        remedy="Load it with torch.distributed.checkpoint.load(), and save it to another path.",
-        error=CheckpointError,
-    )
     return found
 
 

@@ -10,7 +10,7 @@ import typer
 from undertow import __version__
 from undertow.cli.plan import show_plan
 from undertow.cli.simulate import show_outer, show_simulation, show_sweep
-from undertow.config import Outer, SyncConfig
+from undertow.config import Outer
 from undertow.cost import LINKS, NODE_LINK
 from undertow.errors import require
 from undertow.profile import profile_from_file
@@ -27,93 +27,83 @@ class Swept(StrEnum):
     EVERY = "every"
 
 
+def _option(text: str, *, least: int | None = None) -> Any:
+    """Returns an option whose text tells what holds without it."""
+    return typer.Option(help=text, show_default=False, min=least)
+
+
 _Profile = Annotated[
     Path, typer.Argument(metavar="PROFILE", help="Measurements of a model.", show_default=False)
 ]
 _Ranks = Annotated[
     int | None,
-    typer.Option(min=1, help="Ranks; by default as in the profile.", show_default=False),
+    _option("Ranks; by default as in the profile.", least=1),
 ]
 _Strategy = Annotated[
     str | None,
-    typer.Option(
-        help='"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; by default as '
-        "in the profile.",
-        show_default=False,
+    _option(
+        '"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; by default as '
+        "in the profile."
     ),
 ]
 _Link = Annotated[
     str | None,
-    typer.Option(
-        help='Network of every rank: "100gbit", or with a latency "100gbit,5us"; without it, the '
-        "measured costs of the profile.",
-        show_default=False,
+    _option(
+        'Network of every rank: "100gbit", or with a latency "100gbit,5us"; without it, the '
+        "measured costs of the profile."
     ),
 ]
 _PerNode = Annotated[
     int | None,
-    typer.Option(help="Ranks per node; without it, each on its own.", show_default=False),
+    _option("Ranks per node; without it, each on its own."),
 ]
 _NodeLink = Annotated[
     str | None,
-    typer.Option(
-        help=f"Network inside a node, like --link; with --per-node {NODE_LINK} by default.",
-        show_default=False,
-    ),
+    _option(f"Network inside a node, like --link; with --per-node {NODE_LINK} by default."),
 ]
 _Wire = Annotated[
     str | None,
-    typer.Option(
-        help='Format of gradients: "bfloat16", "float16", "int8", "auto" or "none"; by default as '
-        "in the profile.",
-        show_default=False,
+    _option(
+        'Format of gradients: "bfloat16", "float16", "int8", "auto" or "none"; by default as '
+        "in the profile."
     ),
 ]
 _ParamWire = Annotated[
     str | None,
-    typer.Option(
-        help='Format of gathered parameters: "bfloat16", "int8" or "none"; by default as in the '
-        "profile.",
-        show_default=False,
+    _option(
+        'Format of gathered parameters: "bfloat16", "int8" or "none"; by default as in the profile.'
     ),
 ]
 _Sweep = Annotated[
     Swept | None,
-    typer.Option(
-        help="bandwidth shows the step over links of 0.1 to 100 Gb/s, each in full width, "
-        "bfloat16 and int8, with the latency of --link. every shows --outer 1 to 300.",
-        show_default=False,
+    _option(
+        "bandwidth shows the step over links of 0.1 to 100 Gb/s, each in full width, "
+        "bfloat16 and int8, with the latency of --link. every shows --outer 1 to 300."
     ),
 ]
 _Optimizer = Annotated[
     str | None,
-    typer.Option(
-        help='"adamw", "sgd" or "muon" divides update_us of the profile, measured with this '
+    _option(
+        '"adamw", "sgd" or "muon" divides update_us of the profile, measured with this '
         "optimizer, by the work of the rank with the most. With muon, matrices have one owner "
         "each, except embeddings and heads by their names. By default an update takes as long as "
-        "in the profile.",
-        show_default=False,
+        "in the profile."
     ),
 ]
 _Outer = Annotated[
     int | None,
-    typer.Option(
-        help="Steps that replicas of one rank train alone between two exchanges of a fragment; "
-        "--wire is the format of differences, by default int8.",
-        show_default=False,
+    _option(
+        "Steps that replicas of one rank train alone between two exchanges of a fragment; "
+        "--wire is the format of differences, by default int8."
     ),
 ]
 _Delay = Annotated[
     int | None,
-    typer.Option(
-        help="Steps that hide an exchange, with --outer; by default chosen.", show_default=False
-    ),
+    _option("Steps that hide an exchange, with --outer; by default chosen."),
 ]
 _Fragments = Annotated[
     int | None,
-    typer.Option(
-        help="Fragments of the model, with --outer; by default chosen.", show_default=False
-    ),
+    _option("Fragments of the model, with --outer; by default chosen."),
 ]
 
 app = typer.Typer(
@@ -126,60 +116,20 @@ app = typer.Typer(
 )
 
 
-def _what_if(  # noqa: PLR0913  # one argument per option
-    profile: Path,
-    *,
-    strategy: str | None,
-    ranks: int | None,
-    link: str | None,
-    per_node: int | None,
-    node_link: str | None,
-    wire: str | None,
-    param_wire: str | None,
-    optimizer: str | None = None,
-) -> WhatIf:
-    """Returns the profile under these options; None is as in the profile."""
-    asked = WhatIf.of(profile_from_file(profile), strategy, ranks, optimizer)
-    formats = SyncConfig(
-        wire=asked.wire if wire is None else _named(wire),
-        param_wire=asked.param_wire if param_wire is None else _named(param_wire),
-    )
-    return replace(
-        asked,
-        link=link,
-        per_node=per_node,
-        node_link=node_link,
-        wire=formats.wire,
-        param_wire=formats.param_wire,
-    )
-
-
 def _outer(
-    every: int | None,
-    sweep: Swept | None,
-    *,
-    delay: int | None,
-    fragments: int | None,
-    wire: str | None,
+    every: int | None, *, wire: str | None, delay: int | None, fragments: int | None
 ) -> list[Outer]:
-    """Returns the settings of outer synchronization under these options, several for a sweep."""
-    given = {"delay": delay, "fragments": fragments}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if every is None and sweep is not Swept.EVERY:
-        require(
-            not chosen,
-            "--delay and --fragments have no effect without --outer.",
-            where="undertow simulate",
-            remedy="Give --outer too, the steps between two exchanges.",
+    """Returns the settings of outer synchronization, several for a sweep."""
+    settings = []
+    for steps in EVERY if every is None else (every,):
+        one = Outer(
+            every=steps,
+            wire=None if wire == "none" else wire or "int8",
+            delay="auto" if delay is None else delay,
+            fragments="auto" if fragments is None else fragments,
         )
-        return []
-    named = "int8" if wire is None else _named(wire)
-    periods = EVERY if every is None else (every,)
-    return [Outer(every=steps, wire=named, **chosen) for steps in periods]
-
-
-def _named(wire: str) -> str | None:
-    return None if wire == "none" else wire
+        settings.append(one)
+    return settings
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -235,10 +185,9 @@ def demo(  # one argument per option
     ] = "ddp",
     outer: Annotated[
         int | None,
-        typer.Option(
-            help="Adds a way whose ranks train alone and exchange fragments of the model every so "
-            "many steps.",
-            show_default=False,
+        _option(
+            "Adds a way whose ranks train alone and exchange fragments of the model every so "
+            "many steps."
         ),
     ] = None,
 ) -> None:
@@ -275,7 +224,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory for the page; by default DIR.", show_default=False),
+        _option("Directory for the page; by default DIR."),
     ] = None,
 ) -> None:
     # Not at the top: the other commands do not need it.
@@ -303,17 +252,17 @@ def plan(  # noqa: PLR0913  # one argument per option
     param_wire: _ParamWire = None,
     bucket_cap_mb: Annotated[
         float | None,
-        typer.Option(help="Largest bucket in MiB; without it, planned ones.", show_default=False),
+        _option("Largest bucket in MiB; without it, planned ones."),
     ] = None,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON only.")] = False,
 ) -> None:
-    what_if = _what_if(
-        profile,
+    what_if = WhatIf.of(
+        profile_from_file(profile),
         strategy=strategy,
-        ranks=ranks,
+        num_ranks=ranks,
         link=link,
         per_node=per_node,
         node_link=node_link,
@@ -356,29 +305,23 @@ def simulate(  # noqa: PLR0913  # one argument per option
     ] = True,
     skew: Annotated[
         float | None,
-        typer.Option(
-            help="Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest "
+        _option(
+            "Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest "
             "rank is shown. This and the next three are by default as measured, or else as in "
-            "docs/fidelity.md.",
-            show_default=False,
+            "docs/fidelity.md."
         ),
     ] = None,
     contention: Annotated[
         float | None,
-        typer.Option(
-            help="Share of its speed that computing loses while the network works.",
-            show_default=False,
-        ),
+        _option("Share of its speed that computing loses while the network works."),
     ] = None,
     launch_us: Annotated[
         float | None,
-        typer.Option(help="Microseconds that a rank computes per collective.", show_default=False),
+        _option("Microseconds that a rank computes per collective."),
     ] = None,
     copy_us_per_mb: Annotated[
         float | None,
-        typer.Option(
-            help="Microseconds that a rank computes per megabyte of a bucket.", show_default=False
-        ),
+        _option("Microseconds that a rank computes per megabyte of a bucket."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON, and draw nothing.")] = False,
@@ -390,10 +333,10 @@ def simulate(  # noqa: PLR0913  # one argument per option
         launch_us=launch_us,
         copy_us_per_mb=copy_us_per_mb,
     )
-    what_if = _what_if(
-        profile,
+    what_if = WhatIf.of(
+        profile_from_file(profile),
         strategy=strategy,
-        ranks=ranks,
+        num_ranks=ranks,
         link=link,
         per_node=per_node,
         node_link=node_link,
@@ -402,10 +345,16 @@ def simulate(  # noqa: PLR0913  # one argument per option
         optimizer=optimizer,
     )
     what_if = replace(what_if, conditions=conditions)
-    settings = _outer(outer, sweep, delay=delay, fragments=fragments, wire=wire)
-    if settings:
+    if outer is not None or sweep is Swept.EVERY:
+        settings = _outer(outer, wire=wire, delay=delay, fragments=fragments)
         show_outer(what_if, settings, is_json=json)
         return
+    require(
+        delay is None and fragments is None,
+        "--delay and --fragments have no effect without --outer.",
+        where="undertow simulate",
+        remedy="Give --outer too, the steps between two exchanges.",
+    )
     if sweep is None:
         show_simulation(what_if, out=out, is_json=json)
         return
@@ -441,9 +390,7 @@ def trace(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="File to write, .json or .json.gz; by default DIR.json.gz.", show_default=False
-        ),
+        _option("File to write, .json or .json.gz; by default DIR.json.gz."),
     ] = None,
 ) -> None:
     out = folder.absolute().with_name(f"{folder.absolute().name}.json.gz") if out is None else out

@@ -1,14 +1,22 @@
 """Implements `undertow plan`; does not import torch."""
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from undertow.config import SyncConfig
 from undertow.plan import Plan, plan_in_order
 from undertow.report.what_if import WhatIf
 from undertow.schedule import lower_data_parallel
-from undertow.shown import cell, print_line
+from undertow.shown import print_line, table_of
 from undertow.tune import table_of_choice
+
+_COLUMNS = {
+    "bucket": ("bucket", "d"),
+    "parameters": ("parameters", ""),
+    "count": ("count", "d"),
+    "dtype": ("dtype", ""),
+    "mb": ("MB", ".2f"),
+}
 
 
 def show_plan(
@@ -54,26 +62,19 @@ def show_plan(
 
 
 def _bucket_table(plan: Plan) -> Table:
-    table = Table(
-        Column("bucket", justify="right"),
-        Column("parameters", overflow="fold"),
-        Column("count", justify="right"),
-        "dtype",
-        Column("MB", justify="right"),
-    )
-    is_narrow = any(plan.wires)
-    if is_narrow:
-        table.add_column("sent, MB", justify="right", no_wrap=True)
+    columns = dict(_COLUMNS)
+    if any(plan.wires):
+        columns["sent"] = ("sent, MB", ">")
+    rows = []
     for bucket in plan.buckets:
         names = [plan.params[param].name for param in bucket.params]  # in packing order
-        ends = " ... ".join(dict.fromkeys((names[0], names[-1])))
-        dtype = f"{bucket.dtype}, sparse" if bucket.is_sparse else bucket.dtype
-        table.add_row(
-            str(bucket.index),
-            cell(ends),
-            str(len(names)),
-            cell(dtype),
-            f"{bucket.num_bytes / 1e6:.2f}",
-            *([f"{bucket.wire_bytes / 1e6:.2f} {bucket.wire or ''}"] if is_narrow else ()),
-        )
-    return table
+        row = {
+            "bucket": bucket.index,
+            "parameters": " ... ".join(dict.fromkeys((names[0], names[-1]))),
+            "count": len(names),
+            "dtype": f"{bucket.dtype}, sparse" if bucket.is_sparse else bucket.dtype,
+            "mb": bucket.num_bytes / 1e6,
+            "sent": f"{bucket.wire_bytes / 1e6:.2f} {bucket.wire or ''}",
+        }
+        rows.append(row)
+    return table_of(columns, rows)

@@ -1,7 +1,8 @@
 """Implements `undertow simulate`; does not import torch."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ from rich.console import Console
 
 from undertow.config import Outer
 from undertow.report.comparison import print_steps
-from undertow.report.outer import as_dicts, outer_steps, outer_table
+from undertow.report.outer import COLUMNS, outer_steps
 from undertow.report.sweep import save_sweep, sweep_table, swept
 from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.report.what_if import FIXED, PLANNED, WhatIf
-from undertow.shown import print_line
+from undertow.shown import print_line, table_of
 
 
 def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
@@ -21,36 +22,26 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
 
     Raises ConfigError for a network without costs, and if nothing can be drawn.
     """
-    profile = what_if.profile
     steps = what_if.steps()
     if is_json:
-        facts = {
-            **_facts(what_if),
-            "wire": what_if.wire,
-            "param_wire": what_if.param_wire,
-            "steps": [step.to_dict() for step in steps],
-        }
-        print(json.dumps(facts, indent=2))
+        formats = {"wire": what_if.wire, "param_wire": what_if.param_wire}
+        _print_json(what_if, **formats, steps=[step.to_dict() for step in steps])
         return
     require_matplotlib()
-    console = Console()
-    print_line(console, _model_text(what_if))
-    print_line(console, f"Network: {what_if.network}")
+    lines = []
     if what_if.optimizer is not None:
-        update_us = what_if.divided(what_if.planned).update_us
-        print_line(
-            console,
+        lines.append(
             f"Update by {what_if.optimizer}: {what_if.profile.update_us / 1e3:.2f} ms in the "
-            f"profile, {update_us / 1e3:.2f} ms on the rank with the most work",
+            f"profile, {_update_ms(what_if):.2f} ms on the rank with the most work"
         )
-    print_line(console, _conditions_text(what_if))
-    if what_if.link is None and profile.is_of_one_size:
-        print_line(
-            console,
+    lines.append(_conditions_text(what_if))
+    if what_if.link is None and what_if.profile.is_of_one_size:
+        lines.append(
             "Warning: messages of one size were measured, and smaller ones count as no cheaper, "
             "so the times of other buckets "
-            "say little. Give --link, or call model.measure_network() before you save the profile.",
+            "say little. Give --link, or call model.measure_network() before you save the profile."
         )
+    console = _console(what_if, what_if.network, lines)
     print_steps(steps, console)
     path = out / "simulate.png"
     save_timeline(
@@ -70,14 +61,9 @@ def show_sweep(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
         require_matplotlib()
     sweep = swept(what_if)
     if is_json:
-        print(
-            json.dumps({**_facts(what_if), "network": sweep.network, **sweep.to_dict()}, indent=2)
-        )
+        _print_json(what_if, **asdict(sweep))
         return
-    console = Console()
-    print_line(console, _model_text(what_if))
-    print_line(console, f"Network: {sweep.network}")
-    print_line(console, _conditions_text(what_if))
+    console = _console(what_if, sweep.network, [_conditions_text(what_if)])
     console.print(sweep_table(sweep))
     path = out / "sweep.png"
     save_sweep(sweep, path)
@@ -89,23 +75,20 @@ def show_outer(what_if: WhatIf, settings: Sequence[Outer], *, is_json: bool) -> 
 
     Raises ConfigError for a network of nodes, and for a single rank.
     """
-    rows = [outer_steps(what_if, outer) for outer in settings]
+    rows = [asdict(outer_steps(what_if, outer)) for outer in settings]
     wire = settings[0].wire
     if is_json:
-        print(json.dumps({**_facts(what_if), "wire": wire, "outer": as_dicts(rows)}, indent=2))
+        _print_json(what_if, wire=wire, outer=rows)
         return
-    console = Console()
-    print_line(console, _model_text(what_if))
-    print_line(console, f"Network: {what_if.network}; differences travel in {wire or 'full width'}")
-    console.print(outer_table(rows))
+    network = f"{what_if.network}; differences travel in {wire or 'full width'}"
+    _console(what_if, network, []).print(table_of(COLUMNS, rows))
 
 
-def _facts(what_if: WhatIf) -> dict[str, Any]:
+def _print_json(what_if: WhatIf, **answer: Any) -> None:
     update = {}
     if what_if.optimizer is not None:
-        update_us = what_if.divided(what_if.planned).update_us
-        update = {"optimizer": what_if.optimizer, "update_ms": update_us / 1e3}
-    return {
+        update = {"optimizer": what_if.optimizer, "update_ms": _update_ms(what_if)}
+    facts = {
         **update,
         "model": what_if.profile.name,
         "strategy": what_if.strategy.name,
@@ -113,15 +96,25 @@ def _facts(what_if: WhatIf) -> dict[str, Any]:
         "network": what_if.network,
         "conditions": what_if.conditions.of(what_if.profile),
     }
+    print(json.dumps({**facts, **answer}, indent=2))
 
 
-def _model_text(what_if: WhatIf) -> str:
+def _console(what_if: WhatIf, network: str, lines: Iterable[str]) -> Console:
+    """Prints the question and returns the console for the answer."""
     params = what_if.profile.params
-    return (
+    model = (
         f"{what_if.profile.name or 'a model'}, {what_if.strategy.name}: {len(params)} parameters, "
         f"{sum(spec.num_bytes for spec in params) / 1e6:.1f} MB, "
         f"{what_if.compute_us / 1e3:.1f} ms of computing per step"
     )
+    console = Console()
+    for line in (model, f"Network: {network}", *lines):
+        print_line(console, line)
+    return console
+
+
+def _update_ms(what_if: WhatIf) -> float:
+    return what_if.divided(what_if.planned).update_us / 1e3
 
 
 def _conditions_text(what_if: WhatIf) -> str:

@@ -48,7 +48,7 @@ from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import OuterSync
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES
-from undertow.trace import Event, Trace
+from undertow.trace import Event, Overlap, Trace, overlap_of
 
 _BATCH = 4  # sequences per rank and step
 
@@ -62,8 +62,8 @@ _CONFIGS: Mapping[str, SyncConfig] = {
     "bucketed": SyncConfig(overlap=False, bucket_cap_mb=1.0, order="reverse"),
     "undertow": SyncConfig(),
     INT8: SyncConfig(wire="int8"),
-    "zero1": SyncConfig(strategy="zero1"),
-    "zero2": SyncConfig(strategy="zero2"),
+    "zero1": SyncConfig(strategy="zero1", record="full"),
+    "zero2": SyncConfig(strategy="zero2", record="full"),
 }
 
 # With three or more ranks variants add in different orders. Sums then differ by a few units of the
@@ -132,35 +132,18 @@ def _train_all_ways(settings: DemoSettings, link: EmulatedLink, console: Console
     with Progress(*columns, console=console) as progress:
         for run in runs:
             progress.add_task(WAYS[run.way], total=len(batches), figures="")
-        for step, batch in enumerate(batches, 1):
+        for batch in batches:
             for run, bar in zip(runs, progress.task_ids, strict=True):
-                if step == 1 or run.outer is None:
+                if run.outer is None:
                     run.step(batch)
                     progress.update(bar, advance=1, figures=run.figures())
-            # Later, with more ranks, rounding makes the weights drift apart, and only losses can
-            # be compared.
-            if step == 1:
-                for run in runs:
-                    run.compare_gradients(runs[0])
         for run, bar in zip(runs, progress.task_ids, strict=True):
             _train_alone(run, batches, progress, bar)
     dist.barrier()  # by now every collective of the steps is in the log
     transfers = link.drain_log()
     for run in runs:
         run.finish(batches[0])
-    results = []
-    for run in runs:
-        done = WayDone(
-            way=run.way,
-            typical=run.typical(transfers),
-            loss=run.loss,
-            is_right=run.is_like(runs[0]),
-            profile=run.profile(),
-            mean_us=mean(step.duration_us for step in run.measured),
-            outer=None if run.outer is None else run.outer.report(),
-        )
-        results.append(done)
-    return results
+    return [run.result(transfers, runs[0]) for run in runs]
 
 
 def _train_alone(run: "WayRun", batches: Tensor, progress: Progress, bar: TaskID) -> None:
@@ -193,9 +176,10 @@ class WayRun:
         self._settings = settings
         self.steps: list[Trace] = []  # their phases, in microseconds of the clock
         self.loss = 0.0  # of the last step that all variants have
-        self._gradients_agree = True
+        # Of the first step. Later, with more ranks, rounding makes the weights drift apart, and
+        # only losses can be compared.
+        self._first_gradients: list[Tensor] = []
         self._last_gradient_us = 0.0
-        self._recorded: dict[int, Trace] = {}  # by step
         # before other hooks on the parameters, so that this one runs first
         for param in model.parameters():
             hook = self._note_gradient
@@ -228,33 +212,38 @@ class WayRun:
     def measured(self) -> list[Trace]:
         return self.steps[-self._settings.num_measured(self.way) :]
 
-    def gradients(self) -> list[Any]:
+    def _gradients(self) -> list[Any]:
         """Returns the mean gradients of the last step; a collective call."""
         if self._sharded is not None:
             return [self._sharded.full_gradient(param) for param in self.model.parameters()]
-        gradients: list[Any] = [param.grad for param in self.model.parameters()]
         if self.outer is not None:
-            for gradient in gradients:
-                dist.all_reduce(gradient)
-                gradient /= dist.get_world_size()
-        return gradients
+            self._average_gradients()
+        return [param.grad for param in self.model.parameters()]
 
-    def compare_gradients(self, right: "WayRun") -> None:
+    def _average_gradients(self) -> None:
+        for param in self.model.parameters():
+            gradient: Any = param.grad
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+
+    def _has_gradients_of(self, right: "WayRun") -> bool:
         share = 0.0 if self._settings.is_exact else _GRADIENT_TOLERANCE
         if self.way == INT8:
             share = _INT8_TOLERANCE
-        for mine, expected in zip(self.gradients(), right.gradients(), strict=True):
+        agrees = True
+        for mine, expected in zip(self._first_gradients, right._first_gradients, strict=True):
             tolerance = share * expected.abs().max()
-            self._gradients_agree &= bool(((mine - expected).abs() <= tolerance).all())
+            agrees &= bool(((mine - expected).abs() <= tolerance).all())
+        return agrees
 
-    def is_like(self, right: "WayRun") -> bool:
+    def _is_like(self, right: "WayRun") -> bool:
         """Returns True if gradients, loss and, if it is exact, parameters agree on every rank.
 
         With outer synchronization: if all ranks have the same global parameters.
         """
         is_exact = self._settings.is_exact and self.way != INT8
         tolerance = 0.0 if is_exact else _LOSS_TOLERANCE
-        agrees = self._gradients_agree
+        agrees = self._has_gradients_of(right)
         if self.outer is not None:
             agrees &= _has_same_on_all_ranks(self.model, self.outer)
         else:
@@ -279,9 +268,7 @@ class WayRun:
         forward_us = _now_us()
         loss.backward()
         if self.way == "per-parameter":  # in a blocking loop, the obvious first version
-            for gradient in self.gradients():
-                dist.all_reduce(gradient)
-                gradient /= dist.get_world_size()
+            self._average_gradients()
         synchronized_us = _now_us()
         phases = (
             _phase("forward", began_us, forward_us),
@@ -293,7 +280,8 @@ class WayRun:
         self.steps.append(Trace(rank=dist.get_rank(), step=len(self.steps), events=phases))
         if len(self.steps) <= NUM_WARM_UP_STEPS + self._settings.num_steps:  # as many as all have
             self.loss = loss.item()
-        self._note_records()
+        if not self._first_gradients:
+            self._first_gradients = [gradient.clone() for gradient in self._gradients()]
 
     def figures(self) -> str:
         """Returns the step time, as the table has it, and the loss of the last step."""
@@ -311,21 +299,43 @@ class WayRun:
             self._update()
             self._sharded(batch)
             self._sharded.wait()
-            self._note_records()
 
-    def typical(self, transfers: Sequence[Carried]) -> Trace:
-        """Returns the measured step of median duration; with outer synchronization, where few
-        steps exchange anything, one during an exchange whose duration is nearest to the mean."""
-        if self.outer is None:
-            phases = sorted(self.measured, key=attrgetter("duration_us"))
-            middle = phases[len(phases) // 2]
-            return trace_of(middle, transfers, self._recorded.get(middle.step))
-        mean_us = mean(step.duration_us for step in self.measured)
-        steps = [during(step, transfers) for step in self.measured]
-        exchanging = [step for step in steps if step.communication] or steps
-        return min(exchanging, key=lambda step: abs(step.duration_us - mean_us))
+    def result(self, transfers: Sequence[Carried], right: "WayRun") -> WayDone:
+        """Returns the figures, and whether they are those of the variant that is `right`.
 
-    def profile(self) -> Profile | None:
+        The typical step is the measured one of median duration; with outer synchronization, where
+        few steps exchange anything, one during an exchange whose duration is nearest to the mean.
+        """
+        recorded: dict[int, Trace] = {}
+        if self._sharded is not None:
+            recorded = {trace.step: trace for trace in self._sharded.traces()}
+        traces = (trace_of(step, transfers, recorded.get(step.step)) for step in self.measured)
+        steps = sorted(traces, key=attrgetter("duration_us"))
+        typical = steps[len(steps) // 2]
+        step_us, overlap = typical.duration_us, overlap_of(typical)
+        num_ops = str(len(typical.communication))
+        if self.outer is not None:
+            step_us = mean(step.duration_us for step in steps)
+            exchanging = [step for step in steps if step.communication] or steps
+            typical = min(exchanging, key=lambda step: abs(step.duration_us - step_us))
+            report = self.outer.report()
+            per_step = 1e3 * report.fragments / report.every
+            overlap = Overlap(
+                total_us=per_step * report.exchange_ms, exposed_us=per_step * report.exposed_ms
+            )
+            num_ops = f"{report.fragments}/{report.every}"
+        return WayDone(
+            way=self.way,
+            typical=typical,
+            loss=self.loss,
+            is_right=self._is_like(right),
+            profile=self._profile(),
+            step_us=step_us,
+            overlap=overlap,
+            num_ops=num_ops,
+        )
+
+    def _profile(self) -> Profile | None:
         """Returns the library's profile; None for other variants, and after too few steps."""
         if self._wrapped is None or self.way not in OURS:
             return None
@@ -341,11 +351,6 @@ class WayRun:
 
     def _note_gradient(self, _param: Tensor) -> None:
         self._last_gradient_us = _now_us()
-
-    def _note_records(self) -> None:
-        """Takes the library's record of the last turn but one, which a new plan would hide."""
-        if self._sharded is not None:
-            self._recorded |= {trace.step: trace for trace in self._sharded.traces()}
 
     def _update(self) -> Event:
         began_us = _now_us()
@@ -374,8 +379,8 @@ def _phase(kind: str, start_us: float, stop_us: float) -> Event:
 
 
 def trace_of(phases: Trace, transfers: Sequence[Carried], recorded: Trace | None = None) -> Trace:
-    """Returns one step as events, in time since its forward began: its phases, and the network's
-    transfers.
+    """Returns one step as events, in time since its forward began: its phases, and the parts of
+    transfers that lie in it, whichever step has launched them.
 
     With shards the library has `recorded` how long the forward waited for parameters.
     """
@@ -384,8 +389,9 @@ def trace_of(phases: Trace, transfers: Sequence[Carried], recorded: Trace | None
     ended_us = max(event.stop_us for event in phases.events)
     events = list(phases.events)
     for sent in transfers:
-        if began_us <= sent.launched_s * 1e6 < ended_us:
-            start_us, stop_us = sent.started_s * 1e6, sent.done_s * 1e6
+        start_us = max(began_us, sent.started_s * 1e6)
+        stop_us = min(ended_us, sent.done_s * 1e6)
+        if start_us < stop_us:
             events.append(
                 Event(
                     lane="comm.dp",
@@ -403,20 +409,6 @@ def trace_of(phases: Trace, transfers: Sequence[Carried], recorded: Trace | None
         ]
         events += [_moved(event, forward.stop_us - ends_us) for event in waits]
     return replace(phases, events=tuple(_moved(event, -forward.start_us) for event in events))
-
-
-def during(phases: Trace, transfers: Sequence[Carried]) -> Trace:
-    """Returns one step, in time since its forward began, and the parts of transfers that lie in it,
-    whichever step has launched them."""
-    began_us = phases.events[0].start_us
-    ended_us = phases.events[-1].stop_us
-    events = list(phases.events)
-    for sent in transfers:
-        start_us = max(began_us, sent.started_s * 1e6)
-        stop_us = min(ended_us, sent.done_s * 1e6)
-        if start_us < stop_us:
-            events.append(Event(lane="comm.dp", kind=sent.kind, start_us=start_us, stop_us=stop_us))
-    return replace(phases, events=tuple(_moved(event, -began_us) for event in events))
 
 
 def _moved(event: Event, by_us: float) -> Event:

@@ -159,7 +159,7 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
         Column(no_wrap=True),
         *(Column(name, justify="right", no_wrap=True) for name in names),
         title=f"Rank 0, the median of {num_steps} steps"
-        + (" (outer: the mean of a period)" if any(done.outer for done in results) else ""),
+        + (" (outer: the mean of a period)" if any(done.way == OUTER for done in results) else ""),
         title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,

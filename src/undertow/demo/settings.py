@@ -14,7 +14,7 @@ from undertow.cost import link_from_text
 from undertow.errors import require
 from undertow.profile import Profile
 from undertow.schedule import STRATEGIES, strategy_named
-from undertow.trace import OuterReport, Overlap, Trace, overlap_of
+from undertow.trace import Overlap, Trace
 
 NUM_WARM_UP_STEPS = 10  # until Undertow has measured, and has chosen its plan
 _MAX_BYTES = 4 * 1024 * 1024  # of the text
@@ -88,36 +88,14 @@ class WayDone:
     """One variant on rank 0."""
 
     way: str
-    typical: Trace  # of the step of median duration, with outer synchronization of mean duration
+    typical: Trace  # a step of that duration
     loss: float  # of the last step
     is_right: bool = True  # agrees with the first variant on every rank
     # the library's profile; None for other variants, and after too few steps
     profile: Profile | None = None
-    mean_us: float = 0.0  # of a measured step
-    outer: OuterReport | None = None
-
-    @property
-    def step_us(self) -> float:
-        """The time of a step; with outer synchronization, where few exchange anything, the mean."""
-        return self.typical.duration_us if self.outer is None else self.mean_us
-
-    @property
-    def overlap(self) -> Overlap:
-        """The communication of a step; with outer synchronization, of all fragments over the steps
-        of a period."""
-        if self.outer is None:
-            return overlap_of(self.typical)
-        per_step = 1e3 * self.outer.fragments / self.outer.every
-        return Overlap(
-            total_us=per_step * self.outer.exchange_ms, exposed_us=per_step * self.outer.exposed_ms
-        )
-
-    @property
-    def num_ops(self) -> str:
-        """Operations of a step, as the table has them."""
-        if self.outer is None:
-            return str(len(self.typical.communication))
-        return f"{self.outer.fragments}/{self.outer.every}"
+    step_us: float  # the median, with outer synchronization the mean
+    overlap: Overlap  # of a step; with outer synchronization of all fragments over a period
+    num_ops: str  # operations of a step, or of a period, as the table has them
 
 
 def load_corpus() -> bytes:

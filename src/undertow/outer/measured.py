@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import mean, median
 
@@ -10,7 +11,7 @@ import torch
 from undertow.config import Outer
 from undertow.errors import require
 from undertow.outer.fragment import Fragment, Replicas
-from undertow.plan.fragments import Turns, chosen_turns, layer_of
+from undertow.plan.fragments import Turns, chosen_turns, layer_of, layers_of
 from undertow.ranks.agreement import gather_json
 from undertow.trace import OuterReport
 from undertow.wire import AUTO
@@ -67,11 +68,12 @@ class Timings:
         )
 
 
-def given_turns(outer: Outer, *, num_layers: int) -> Turns | None:
+def given_turns(outer: Outer, names: Iterable[str]) -> Turns | None:
     """Returns the fragments and the delay of the settings, or None if they are to be measured.
 
-    Raises ConfigError if there are more fragments than layers.
+    `names` are of the model's tensors. Raises ConfigError if there are more fragments than layers.
     """
+    num_layers = len(layers_of([*names]))
     if isinstance(outer.fragments, int):
         require(
             outer.fragments <= num_layers,
@@ -89,7 +91,6 @@ def measured_turns(replicas: Replicas, whole: Fragment, *, step_us: float) -> tu
 
     `whole` is the model as one fragment.
     """
-    outer = replicas.outer
     small_us, large_us = _exchange_us(replicas, _SMALL), _exchange_us(replicas, _LARGE)
     mine = [step_us, small_us, large_us]
     found = gather_json(replicas.all_ranks, mine, waits_for="the choice of fragments")
@@ -103,12 +104,10 @@ def measured_turns(replicas: Replicas, whole: Fragment, *, step_us: float) -> tu
         sizes[layer_of(name)] += view.numel()
     share_us = all_us / max(1, sizes.total())
     turns = chosen_turns(
-        every=outer.every,
+        replicas.outer,
         step_us=step_us,
         fixed_us=small_us,
         layers_us=[numel * share_us for numel in sizes.values()],
-        fragments=None if outer.fragments == AUTO else int(outer.fragments),
-        delay=None if outer.delay == AUTO else int(outer.delay),
     )
     reason = (
         f"a step takes {step_us / 1e3:.1f} ms, and an exchange of all parameters "

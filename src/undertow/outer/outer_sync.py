@@ -221,7 +221,7 @@ class OuterSync:
                 group, compiled.plan.params, compiled.params, settings, new=()
             ).require()
         # Before more groups open: a rank that raises would close them under the others.
-        given_turns(self._outer, num_layers=len(layers_of(list(self._tensors()))))
+        given_turns(self._outer, self._tensors())
         engine.current_plan.open()  # the ranks of the replica
         if engine.current_plan.group.num_ranks == 1:
             members.ranks_agree()  # else the engine has compared them
@@ -246,7 +246,7 @@ class OuterSync:
         for fragment in self._fragments:
             fragment.arrive()
         self._fragments = []
-        given = given_turns(self._outer, num_layers=len(layers_of(list(self._tensors()))))
+        given = given_turns(self._outer, self._tensors())
         self._lay_out(given or self._turns)  # a choice holds: ranks would measure again together
         self._steps.is_loaded = False
 

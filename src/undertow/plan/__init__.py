@@ -19,7 +19,7 @@ from undertow.plan.layout import (
     Wires,
 )
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
-from undertow.plan.timing import StepModel, StepTiming, finish_us, payload_of
+from undertow.plan.timing import StepModel, StepTiming, payload_of
 
 __all__ = [
     "Bucket",
@@ -37,7 +37,6 @@ __all__ = [
     "choose",
     "default_caps",
     "equal_groups",
-    "finish_us",
     "first_plan",
     "group_by_size",
     "largest_first",

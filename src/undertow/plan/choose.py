@@ -7,15 +7,13 @@ backward, so nothing hides it. The best of these 53 plans ends 0.35 % later on a
 of all plans, and 2.7 % at worst, over 930 cases (docs/planning.md).
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from undertow.cost import Costs
 from undertow.plan.grouping import by_last_ready
 from undertow.plan.layout import Groups, Kind, ParamSpec, Wires
-from undertow.plan.timing import StepModel, StepTiming
+from undertow.plan.timing import StepModel
 from undertow.wire import AUTO, AUTO_WIRE
 
 NUMS_OF_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -23,6 +21,9 @@ LAST_SHARES = (1.0, 0.5, 0.25, 0.1)
 SLACK = 1.002  # a plan of fewer buckets may end later than the fastest one by this factor
 # Formats that the plan chooses must shorten the time by this share: they cost precision.
 LEAST_GAIN = 0.01
+# Buckets cost memory: a packed bucket holds its gradients twice. Small ones may be as large as
+# without a measurement.
+_LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,60 +43,33 @@ class Choice:
     best: Candidate
     # the fastest one of each number of buckets, fewest buckets first
     candidates: tuple[Candidate, ...]
-    model: StepModel = field(repr=False, compare=False)  # it has timed them
 
 
-def choose(  # noqa: PLR0913
-    params: Sequence[ParamSpec],
+def choose(
+    model: StepModel,
     order: Sequence[int],
-    timing: StepTiming,
-    costs: Costs,
     *,
-    has_shards: bool = False,
-    max_bucket_bytes: float = math.inf,
-    bucket_us: float = 0.0,
     wire: str | None = None,
-    param_wire: str | None = None,
     groups: Groups | None = None,
-    num_shards: int = 1,
+    max_bucket_bytes: float | None = None,
 ) -> Choice:
     """Returns the fastest plan of the family, and of plans that are as fast the one with the fewest
     buckets.
 
     Args:
-        params: The parameters, in the order of their registration.
+        model: The parameters, and the time of a step under any plan.
         order: Indices of the parameters in the order in which their gradients become ready.
-        timing: Ready times of gradients, and with shards first uses of parameters, in
-            microseconds.
-        costs: The time of a collective by kind and bytes.
-        has_shards: True simulates a reduce-scatter in backward and an all-gather in the next
-            forward for each bucket.
-        max_bucket_bytes: Buckets of several parameters hold at most so many bytes.
-        bucket_us: Processor time that a bucket costs in backward, in microseconds.
         wire: The format of gradients, as in `SyncConfig`. "auto" chooses it for each bucket:
             reductions end as early as if all were in int8, and the fewest bytes are, if that is 1 %
             earlier than in full width.
-        param_wire: The format of gathered parameters.
         groups: The buckets, if only their formats are to be chosen.
-        num_shards: The ranks that own whole parameters, if there are any.
+        max_bucket_bytes: Buckets of several parameters hold at most so many bytes. None: 25 MiB,
+            or an eighth of all gradients if that is more.
 
     Returns:
         The plan and the table that it was chosen from.
     """
-    model = StepModel(
-        params=params,
-        timing=timing,
-        costs=costs,
-        has_shards=has_shards,
-        param_wire=param_wire,
-        bucket_us=bucket_us,
-        num_shards=num_shards,
-    )
-    family = (
-        list(_family(params, order, max_bytes=max_bucket_bytes))
-        if groups is None
-        else [(1.0, groups)]
-    )
+    family = [(1.0, groups)] if groups else [*_family(model.params, order, max_bucket_bytes)]
     if wire != AUTO:
         return _fastest(model, family, wire)
     wide = _fastest(model, family, None)
@@ -105,7 +79,7 @@ def choose(  # noqa: PLR0913
     of_best = narrow.best.groups
     best = replace(narrow.best, wires=model.wires_if_exposed(of_best, AUTO_WIRE))
     candidates = tuple(best if each == narrow.best else each for each in narrow.candidates)
-    return Choice(best=best, candidates=candidates, model=model)
+    return Choice(best=best, candidates=candidates)
 
 
 def _fastest(model: StepModel, family: Iterable[tuple[float, Groups]], wire: str | None) -> Choice:
@@ -124,7 +98,6 @@ def _fastest(model: StepModel, family: Iterable[tuple[float, Groups]], wire: str
     return Choice(
         best=next(candidate for candidate in candidates if candidate.finish_us <= least_us * SLACK),
         candidates=candidates,
-        model=model,
     )
 
 
@@ -162,15 +135,14 @@ def equal_groups(
 
 
 def _family(
-    params: Sequence[ParamSpec],
-    order: Sequence[int],
-    *,
-    max_bytes: float,
+    params: Sequence[ParamSpec], order: Sequence[int], max_bytes: float | None
 ) -> Iterator[tuple[float, Groups]]:
     """Yields the plans of the family whose buckets are allowed.
 
     If none is, the one with the smallest buckets.
     """
+    if max_bytes is None:
+        max_bytes = max(_LEAST_CAP_BYTES, _num_bytes(params, order) / _LARGEST_SHARE)
     is_one_allowed = False
     for num_buckets in NUMS_OF_BUCKETS:
         for last_share in LAST_SHARES[: 1 if num_buckets == 1 else None]:

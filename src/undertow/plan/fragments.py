@@ -7,6 +7,9 @@ fragment of 3  0   1   2   0   1   2   0      each has layers of all depths
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from undertow.config import Outer
+from undertow.wire import AUTO
+
 MOST_FRAGMENTS = 16
 _MARGIN = 1.5  # of an exchange, because links vary, and a few steps of delay cost no quality
 
@@ -48,31 +51,24 @@ class Turns:
 
 
 def chosen_turns(
-    *,
-    every: int,
-    step_us: float,
-    fixed_us: float,
-    layers_us: Sequence[float],
-    fragments: int | None = None,
-    delay: int | None = None,
+    outer: Outer, *, step_us: float, fixed_us: float, layers_us: Sequence[float]
 ) -> Turns:
     """Returns the fewest steps of delay, and then the fewest fragments, that hide every exchange
-    even if it takes half as long again.
+    even if it takes half as long again. Numbers in the settings are kept.
 
     An exchange of a fragment takes `fixed_us` and the time of its layers; exchanges follow each
-    other over one link. If nothing hides them, the delay is as long as possible. `fragments` or
-    `delay` may be given.
+    other over one link. If nothing hides them, the delay is as long as possible.
     """
-    most = max(1, min(MOST_FRAGMENTS, len(layers_us), every))
-    counts = range(1, most + 1) if fragments is None else [fragments]
-    delays = range(every) if delay is None else [delay]
+    most = max(1, min(MOST_FRAGMENTS, len(layers_us), outer.every))
+    counts = range(1, most + 1) if outer.fragments == AUTO else [int(outer.fragments)]
+    delays = range(outer.every) if outer.delay == AUTO else [int(outer.delay)]
     times_us = {
         count: [_MARGIN * (fixed_us + sum(layers_us[index::count])) for index in range(count)]
         for count in counts
     }
     for steps in delays:
         for count in counts:
-            if _are_hidden(times_us[count], delay=steps, every=every, step_us=step_us):
+            if _are_hidden(times_us[count], delay=steps, every=outer.every, step_us=step_us):
                 return Turns(fragments=count, delay=steps)
     return Turns(fragments=counts[-1], delay=delays[-1])
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from undertow.config import SyncConfig, bytes_from_mib
+from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.plan.layout import Groups, Kind, ParamSpec
 from undertow.plan.plan import Plan, plan_from_groups
@@ -35,9 +35,11 @@ class SizeCaps:
             "first_bytes": self.first_bytes,
             "last_bytes": self.last_bytes,
         }
-        for name, value in ((name, value) for name, values in sizes.items() for value in values):
+        for name, values in sizes.items():
+            # NaN is not above zero either
+            value = next((value for value in values if not value > 0), math.inf)
             require(
-                value > 0,  # NaN is not above zero either
+                value > 0,
                 f"a bucket size must be positive, got {name}={value}.",
                 where="the largest sizes of buckets",
                 remedy="Give a size above zero; math.inf puts everything into one bucket.",
@@ -212,10 +214,10 @@ def _caps(
     if bucket_cap_mb is None:
         return default_caps(total_bytes, has_shards=has_shards)
     if isinstance(bucket_cap_mb, tuple):
-        *first, rest = (bytes_from_mib(cap, name="bucket_cap_mb") for cap in bucket_cap_mb)
+        *first, rest = (cap * _MIB for cap in bucket_cap_mb)
         return SizeCaps(cap_bytes=rest, first_bytes=tuple(first))
-    cap = bytes_from_mib(bucket_cap_mb, name="bucket_cap_mb")
-    small = min(cap, math.ceil(bytes_from_mib(1.0, name="first bucket")))
+    cap = bucket_cap_mb * _MIB
+    small = min(cap, _MIB)
     return SizeCaps(cap_bytes=cap, first_bytes=(small,), last_bytes=(small,))
 
 

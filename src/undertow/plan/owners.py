@@ -3,10 +3,9 @@
     owners = owners_of(params, groups, num_ranks=4)  # owners[bucket][slot] is a rank of the axis
 
 It needs the plan's parameters, its groups in launch order, and the number of ranks of the shard
-axis. Optionally it takes the update's work by parameter; without it, `update_work` counts. A bucket
-in equal parts has an empty group here. The result has the form of `groups`, with ranks instead of
-parameters. It depends on the arguments alone, and its arithmetic is exact or IEEE's, so that every
-rank finds the same owners.
+axis. A bucket in equal parts has an empty group here. The result has the form of `groups`, with
+ranks instead of parameters. It depends on the arguments alone, and its arithmetic is exact or
+IEEE's, so that every rank finds the same owners.
 
 Owners meet three aims:
 
@@ -64,7 +63,6 @@ def owners_of(
     groups: Sequence[Sequence[int]],
     *,
     num_ranks: int,
-    works: Sequence[int] | None = None,
 ) -> Groups:
     """Returns the owner of each parameter in `groups`, a rank below `num_ranks`.
 
@@ -73,10 +71,9 @@ def owners_of(
         groups: The parameters of each bucket, by index, in launch order. Empty for a bucket that
             is cut into equal parts.
         num_ranks: The ranks that share the parameters.
-        works: The work of each parameter's update, by index. `update_work` if it is None.
     """
     slots = [(bucket, param) for bucket, group in enumerate(groups) for param in group]
-    work = [update_work(params[param]) if works is None else works[param] for _, param in slots]
+    work = [update_work(params[param]) for _, param in slots]
     num_bytes = [params[param].num_bytes for _, param in slots]
     work_bound = lower_bound(work, num_ranks) or 1.0
     bytes_bound = lower_bound(num_bytes, num_ranks) or 1.0

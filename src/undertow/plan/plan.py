@@ -248,48 +248,19 @@ def plan_from_groups(
     buckets = []
     for index, (group, wire) in enumerate(filled):
         num_buckets = len(filled) if index == len(filled) - 1 else 0  # 0: it is not the last
-        placed = _placed(params, group, wire, block, owners)
-        buckets.append(_bucket(placed, index, num_buckets=num_buckets, num_ranks=num_ranks))
+        made = _bucket(
+            params,
+            group,
+            index=index,
+            wire=wire,
+            block=block,
+            owners=owners,
+            num_buckets=num_buckets,
+            num_ranks=num_ranks,
+        )
+        buckets.append(made)
     return Plan(
         params=tuple(params), buckets=tuple(buckets), num_ranks=num_ranks, num_shards=num_shards
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
-    """The gradients of a bucket, before padding and trailer."""
-
-    first: ParamSpec  # all parameters are of its kind
-    slots: tuple[Slot, ...]
-    wire: str | None
-    block: int
-    narrow_numel: int
-    owners: tuple[int, ...] | None
-
-
-def _placed(
-    params: Sequence[ParamSpec],
-    group: Sequence[int],
-    wire_name: str | None,
-    block: int,
-    owners: Mapping[int, int],
-) -> _Placed:
-    first = params[group[0]] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
-    wire = None if first.is_sparse else wire_for(wire_name, first.dtype, first.itemsize)
-    if wire is not None:
-        block = max(block, wire.block)
-    of_slots = None
-    if first.is_whole:
-        group = sorted(group, key=owners.__getitem__)
-        of_slots = tuple(owners[param] for param in group)
-    slots, narrow_numel = slots_of(params, group, block=block)
-    return _Placed(
-        first=first,
-        slots=tuple(slots),
-        wire=None if wire is None or not group else wire_name,
-        block=block,
-        narrow_numel=narrow_numel,
-        owners=of_slots,
     )
 
 
@@ -304,18 +275,31 @@ def _owners(
     return owners
 
 
-def _bucket(placed: _Placed, index: int, *, num_buckets: int, num_ranks: int) -> Bucket:
-    first, slots = placed.first, placed.slots
+def _bucket(  # noqa: PLR0913  # the arguments of a plan, and the group
+    params: Sequence[ParamSpec],
+    group: Sequence[int],
+    *,
+    index: int,
+    wire: str | None,
+    block: int,
+    owners: Mapping[int, int],
+    num_buckets: int,
+    num_ranks: int,
+) -> Bucket:
+    """Lays out a bucket; `num_buckets` is 0 unless it is the last one."""
+    first = params[group[0]] if group else ParamSpec(name="", shape=(), dtype="float32", itemsize=4)
+    found = None if first.is_sparse else wire_for(wire, first.dtype, first.itemsize)
+    if found is not None:
+        block = max(block, found.block)
+    if first.is_whole:
+        group = sorted(group, key=owners.__getitem__)
+    slots, narrow_numel = slots_of(params, group, block=block)
     of_last = {"num_buckets": num_buckets, "num_ranks": num_ranks} if num_buckets else {}
     trailer_numel = trailer_at(0, num_slots=len(slots), **of_last).stop
-    numel = max(slots[-1].stop, placed.narrow_numel) if slots else 0
-    sharded_numel = padded_numel(
-        numel, itemsize=first.itemsize, num_ranks=num_ranks, block=placed.block
-    )
+    numel = max(slots[-1].stop, narrow_numel) if slots else 0
+    sharded_numel = padded_numel(numel, itemsize=first.itemsize, num_ranks=num_ranks, block=block)
     storage_numel = padded_numel(
-        sharded_numel + trailer_numel,
-        itemsize=first.itemsize,
-        num_ranks=num_ranks,
+        sharded_numel + trailer_numel, itemsize=first.itemsize, num_ranks=num_ranks
     )
     return Bucket(
         index=index,
@@ -323,15 +307,15 @@ def _bucket(placed: _Placed, index: int, *, num_buckets: int, num_ranks: int) ->
         itemsize=first.itemsize,
         device=first.device,
         is_sparse=first.is_sparse,
-        slots=slots,
+        slots=tuple(slots),
         trailer=trailer_at(storage_numel - trailer_numel, num_slots=len(slots), **of_last),
         shard_numel=sharded_numel // num_ranks,
         storage_numel=storage_numel,
         own_dtype=first.own_dtype,
-        wire=placed.wire,
-        narrow_numel=placed.narrow_numel,
+        wire=None if found is None else wire,
+        narrow_numel=narrow_numel,
         stepper=first.stepper,
-        owners=placed.owners,
+        owners=tuple(owners[param] for param in group) if first.is_whole else None,
     )
 
 

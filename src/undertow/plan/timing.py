@@ -27,6 +27,7 @@ from undertow.cost import Costs, Payload, payloads_us
 from undertow.cost.costs import Floats
 from undertow.plan.layout import Groups, ParamSpec, Wires
 from undertow.plan.owners import largest_over_mean
+from undertow.plan.plan import Bucket, Plan
 from undertow.wire import wire_for
 
 _ROUNDING = 1e-9  # of a sum of times
@@ -73,10 +74,13 @@ class StepModel:
             wires.append(wire if is_real else None)
         return tuple(wires)
 
-    def finish_us(self, groups: Groups, wires: Wires) -> float:
-        """Returns when the last reduction ends, in microseconds since the step began."""
-        if not groups:  # one empty bucket is sent
-            groups, wires = ((),), (None,)
+    def finish_us(self, groups: Groups, wires: Wires | None = None) -> float:
+        """Returns when the last reduction ends, in microseconds since the step began.
+
+        `wires` has the format of each bucket; None: all in full width.
+        """
+        groups = groups or ((),)  # one empty bucket is sent
+        wires = wires or (None,) * len(groups)
         finish_us = _through_us(self._starts_us(groups), self._reductions_us(groups, wires))
         if not self.has_shards:
             return finish_us
@@ -122,8 +126,8 @@ class StepModel:
         return payloads_us(self.costs, kind, payloads)
 
     def _payload(self, group: Sequence[int], wire: str | None) -> Payload:
-        payload = payload_of(self.params, group, wire)
-        return stretched(payload, self.params, group, num_ranks=self.num_shards)
+        factor = largest_over_mean(self.params, group, num_ranks=self.num_shards)
+        return _stretched(payload_of(self.params, group, wire), factor)
 
 
 def payload_of(
@@ -137,41 +141,16 @@ def payload_of(
     )
 
 
-def stretched(
-    payload: Payload,
-    params: Sequence[ParamSpec],
-    group: Sequence[int],
-    owners: Sequence[int] | None = None,
-    *,
-    num_ranks: int,
-) -> Payload:
-    """Returns the payload in equal parts that takes as long as the largest part of this bucket;
-    `largest_over_mean` explains the arguments."""
-    factor = largest_over_mean(params, group, owners, num_ranks=num_ranks)
+def in_equal_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
+    """Returns the payload in equal parts that takes as long as the largest part of the bucket."""
+    factor = largest_over_mean(plan.params, bucket.params, bucket.owners, num_ranks=plan.num_shards)
+    return _stretched(payload, factor)
+
+
+def _stretched(payload: Payload, factor: float) -> Payload:
     if factor == 1:
         return payload
     return replace(payload, num_bytes=math.ceil(payload.num_bytes * factor))
-
-
-def finish_us(
-    params: Sequence[ParamSpec],
-    groups: Sequence[Sequence[int]],
-    timing: StepTiming,
-    costs: Costs,
-    *,
-    has_shards: bool = False,
-    bucket_us: float = 0.0,
-) -> float:
-    """Returns when the last reduction of the buckets of `groups` ends, in microseconds since the
-    step began, in full width.
-
-    `StepModel` explains the arguments.
-    """
-    model = StepModel(
-        params=params, timing=timing, costs=costs, has_shards=has_shards, bucket_us=bucket_us
-    )
-    filled = tuple(tuple(group) for group in groups if group)
-    return model.finish_us(filled, model.narrowed(filled, None))
 
 
 def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:

@@ -1,11 +1,8 @@
 """Predicts training whose replicas train alone, and exchange fragments of their differences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
 
 from undertow.config import Outer
 from undertow.cost import Payload, payloads_us
@@ -15,10 +12,16 @@ from undertow.plan.fragments import Turns, chosen_turns, layer_of, layers_of, st
 from undertow.report.what_if import WhatIf
 from undertow.wire import AUTO
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 EVERY = (1, 3, 10, 30, 100, 300)  # steps, of a sweep
+COLUMNS = {  # of a table of OuterSteps
+    "every": ("every", "d"),
+    "fragments": ("fragments", "d"),
+    "delay": ("delay", "d"),
+    "step_ms": ("step, ms", ".1f"),
+    "exposed_ms": ("exposed, ms", ".1f"),
+    "exchange_ms": ("exchange, ms", ".1f"),
+    "sent_mb": ("MB a step", ".2f"),
+}
 _PERIODS = 4  # that are simulated; the first ones fill the link
 _SMALL = Payload(num_bytes=4096)
 _WHERE = "undertow simulate --outer"
@@ -61,10 +64,9 @@ def outer_steps(what_if: WhatIf, outer: Outer) -> OuterSteps:
     )
     params = what_if.profile.params
     layers = layers_of([spec.name for spec in params])
-    fragments = None if outer.fragments == AUTO else int(outer.fragments)
     require(
-        fragments is None or fragments <= len(layers),
-        f"--fragments is {fragments}, and the model has {len(layers)} layers.",
+        outer.fragments == AUTO or int(outer.fragments) <= len(layers),
+        f"--fragments is {outer.fragments}, and the model has {len(layers)} layers.",
         where=_WHERE,
         remedy=f"Give {len(layers)} or less: a fragment has whole layers.",
     )
@@ -74,12 +76,10 @@ def outer_steps(what_if: WhatIf, outer: Outer) -> OuterSteps:
     of_layers = [payload_of(params, group, outer.wire) for group in members.values()]
     fixed_us, *layers_us = _exchanges_us(what_if, [_SMALL, *of_layers])
     turns = chosen_turns(
-        every=outer.every,
+        outer,
         step_us=what_if.compute_us,
         fixed_us=fixed_us,
         layers_us=[max(0.0, layer_us - fixed_us) for layer_us in layers_us],
-        fragments=fragments,
-        delay=None if outer.delay == AUTO else int(outer.delay),
     )
     groups = [list(members.values())[index :: turns.fragments] for index in range(turns.fragments)]
     payloads = [payload_of(params, list(chain(*group)), outer.wire) for group in groups]
@@ -121,29 +121,3 @@ def _exposed_us(times_us: Sequence[float], turns: Turns, *, every: int, step_us:
                 waited_us += max(0.0, done_us - now_us)
             now_us = max(now_us, done_us)
     return waited_us / every
-
-
-def outer_table(rows: Sequence[OuterSteps]) -> Table:
-    """Returns one row for each number of steps between exchanges."""
-    from rich.table import Table
-
-    table = Table(padding=0)
-    names = ("every", "fragments", "delay", "step, ms", "exposed, ms", "exchange, ms", "MB a step")
-    for name in names:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row.every),
-            str(row.fragments),
-            str(row.delay),
-            f"{row.step_ms:.1f}",
-            f"{row.exposed_ms:.1f}",
-            f"{row.exchange_ms:.1f}",
-            f"{row.sent_mb:.2f}",
-        )
-    return table
-
-
-def as_dicts(rows: Sequence[OuterSteps]) -> list[dict[str, Any]]:
-    """Returns plain values, ready for JSON."""
-    return [asdict(row) for row in rows]

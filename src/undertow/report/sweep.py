@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from undertow.cost import link_from_text
 from undertow.errors import require
 from undertow.report.timeline import drawn, save_themes
 from undertow.report.what_if import WhatIf
+from undertow.shown import table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,28 +29,28 @@ _FORMATS |= {"int8": ("int8", "#d55e00")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """The time of a step by format, for each of `RATES_GBIT`; microseconds."""
+class OverLink:
+    """The time of a step by format."""
 
-    compute_us: float  # of a step without communication
-    steps_us: Mapping[str, tuple[float, ...]]
+    gbit: float  # the rate of the link
+    step_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The time of a step over links of many rates."""
+
     network: str
+    compute_ms: float  # of a step without communication
+    links: tuple[OverLink, ...]
 
     @property
     def takeaway(self) -> str:
         """Compares the formats over one link in a line."""
-        at = RATES_GBIT.index(_TITLE_GBIT)
-        times = [f"{name} {steps_us[at] / 1e3:.0f}" for name, steps_us in self.steps_us.items()]
-        alone = f"computation {self.compute_us / 1e3:.0f}"
+        (step_ms,) = (link.step_ms for link in self.links if link.gbit == _TITLE_GBIT)
+        times = [f"{name} {time_ms:.0f}" for name, time_ms in step_ms.items()]
+        alone = f"computation {self.compute_ms:.0f}"
         return f"A step over {_TITLE_GBIT:g} Gb/s, in ms: {', '.join((*times, alone))}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values in milliseconds, ready for JSON."""
-        rows = []
-        for at, rate in enumerate(RATES_GBIT):
-            times_ms = {name: steps_us[at] / 1e3 for name, steps_us in self.steps_us.items()}
-            rows.append({"gbit": rate, "step_ms": times_ms})
-        return {"compute_ms": self.compute_us / 1e3, "links": rows}
 
 
 def swept(what_if: WhatIf) -> Sweep:
@@ -66,33 +67,30 @@ def swept(what_if: WhatIf) -> Sweep:
     )
     hop_us = link_from_text(what_if.link or _LATENCY_OF).hop_s * 1e6
     latency = f"{hop_us:g}us"
-    steps_us = {}
-    for name, (wire, _) in _FORMATS.items():
-        param_wire = None if what_if.strategy.gather is None else wire
-        in_format = replace(what_if, wire=wire, param_wire=param_wire)
-        times_us = []
-        for rate in RATES_GBIT:
-            over_link = replace(in_format, link=f"{rate:g}gbit,{latency}")
-            times_us.append(over_link.step(name, over_link.planned).step_us)
-        steps_us[name] = tuple(times_us)
+    links = []
+    for rate in RATES_GBIT:
+        step_ms = {}
+        for name, (wire, _) in _FORMATS.items():
+            param_wire = None if what_if.strategy.gather is None else wire
+            over_link = replace(
+                what_if, link=f"{rate:g}gbit,{latency}", wire=wire, param_wire=param_wire
+            )
+            step_ms[name] = over_link.step(name, over_link.planned).step_us / 1e3
+        links.append(OverLink(gbit=rate, step_ms=step_ms))
     return Sweep(
-        compute_us=what_if.compute_us,
-        steps_us=steps_us,
         network=replace(what_if, link=f"0.1 to 100 Gb/s, {latency} a message").network,
+        compute_ms=what_if.compute_us / 1e3,
+        links=tuple(links),
     )
 
 
 def sweep_table(sweep: Sweep) -> Table:
     """Returns one row per rate, in milliseconds."""
-    from rich.table import Table
-
-    table = Table(padding=0)
-    for name in ("link, Gb/s", *(f"{name}, ms" for name in sweep.steps_us), "computation, ms"):
-        table.add_column(name, justify="right")
-    for at, rate in enumerate(RATES_GBIT):
-        times_us = (*(steps_us[at] for steps_us in sweep.steps_us.values()), sweep.compute_us)
-        table.add_row(f"{rate:g}", *(f"{time_us / 1e3:.1f}" for time_us in times_us))
-    return table
+    columns = {"gbit": ("link, Gb/s", "g")}
+    columns |= {name: (f"{name}, ms", ".1f") for name in _FORMATS}
+    columns |= {"alone": ("computation, ms", ".1f")}
+    rows = ({"gbit": link.gbit, "alone": sweep.compute_ms, **link.step_ms} for link in sweep.links)
+    return table_of(columns, rows)
 
 
 def save_sweep(sweep: Sweep, path: Path) -> None:
@@ -108,10 +106,10 @@ def _figure(sweep: Sweep) -> Figure:
     figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
     figure.suptitle(drawn(sweep.takeaway), x=0.012, ha="left", fontsize=11.5, fontweight="bold")
     axes = figure.add_subplot()
-    for name, steps_us in sweep.steps_us.items():
-        times_ms = [step_us / 1e3 for step_us in steps_us]
-        axes.plot(RATES_GBIT, times_ms, color=_FORMATS[name][1], marker="o", ms=4, label=name)
-    axes.axhline(sweep.compute_us / 1e3, color="#999999", linestyle="--", label="computation alone")
+    for name, (_, color) in _FORMATS.items():
+        times_ms = [link.step_ms[name] for link in sweep.links]
+        axes.plot(RATES_GBIT, times_ms, color=color, marker="o", ms=4, label=name)
+    axes.axhline(sweep.compute_ms, color="#999999", linestyle="--", label="computation alone")
     for axis, set_scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
         set_scale("log")
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

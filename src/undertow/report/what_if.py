@@ -14,7 +14,9 @@ from undertow.plan import (
     ParamSpec,
     Plan,
     SizeCaps,
+    StepModel,
     Wires,
+    choose,
     group_by_size,
     plan_from_groups,
     plan_in_order,
@@ -23,7 +25,7 @@ from undertow.profile import Profile
 from undertow.report.comparison import SimulatedStep
 from undertow.schedule import Strategy, strategy_named
 from undertow.simulate import Conditions, simulate, with_divided_update
-from undertow.tune import bucket_us_of, choice_for, wire_to_plan
+from undertow.tune import bucket_us_of, wire_to_plan
 
 _MIB = 1024 * 1024
 PER_PARAMETER, FIXED, PLANNED, MEASURED = (
@@ -84,18 +86,25 @@ class WhatIf:
         )
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913  # one argument per question
         cls,
         profile: Profile,
+        *,
         strategy: str | None = None,
         num_ranks: int | None = None,
+        wire: str | None = None,
+        param_wire: str | None = None,
         optimizer: str | None = None,
+        link: str | None = None,
+        per_node: int | None = None,
+        node_link: str | None = None,
     ) -> Self:
-        """Takes the profile's strategy and number of ranks if they are None, its network and its
-        formats.
+        """Takes the profile's strategy, number of ranks and formats if they are None, and its
+        network without a link.
 
-        With "muon" and shards, hidden matrices have one owner each. Whole parameters of the profile
-        are cut if every rank updates everything, or if the optimizer is another one.
+        The format "none" is full width. With "muon" and shards, hidden matrices have one owner
+        each. Whole parameters of the profile are cut if every rank updates everything, or if the
+        optimizer is another one.
         """
         chosen = strategy_named(strategy or profile.strategy)
         known = (_MUON, *_ELEMENTWISE)
@@ -106,16 +115,24 @@ class WhatIf:
             remedy=suggestion(optimizer, known),
         )
         if chosen.gather is None or optimizer in _ELEMENTWISE:
-            profile = replace(profile, params=tuple(map(_cut, profile.params)))
+            cut = (replace(spec, is_whole=False) for spec in profile.params)
+            profile = replace(profile, params=tuple(cut))
         elif optimizer == _MUON:
             profile = _with_hidden_matrices_whole(profile)
+        gathered = None if chosen.gather is None else profile.param_wire
+        formats = SyncConfig(
+            wire=_format(wire, profile.wire), param_wire=_format(param_wire, gathered)
+        )
         return cls(
             optimizer=optimizer,
             profile=profile,
             strategy=chosen,
             num_ranks=num_ranks or profile.num_ranks,
-            wire=profile.wire,
-            param_wire=None if chosen.gather is None else profile.param_wire,
+            wire=formats.wire,
+            param_wire=formats.param_wire,
+            link=link,
+            per_node=per_node,
+            node_link=node_link,
         )
 
     @cached_property
@@ -255,16 +272,17 @@ class WhatIf:
         bucket_us = self.conditions.of(self.profile)["launch_us"]
         if self.profile.is_measured and self.conditions.launch_us is None:
             bucket_us = bucket_us_of(self.profile)
-        return choice_for(
-            self.profile,
-            self.costs,
+        model = StepModel(
+            params=self.profile.params,
+            timing=self.profile.timing,
+            costs=self.costs,
             has_shards=self.strategy.gather is not None,
-            bucket_us=bucket_us,
-            wire=wire_to_plan(self.profile, self.wire) if self.link is None else self.wire,
             param_wire=self.param_wire,
-            groups=groups,
+            bucket_us=bucket_us,
             num_shards=self._num_shards or self.num_ranks,
         )
+        wire = wire_to_plan(self.profile, self.wire) if self.link is None else self.wire
+        return choose(model, self.profile.order, wire=wire, groups=groups)
 
     def _plan(self, groups: Groups, wires: Wires) -> Plan:
         return plan_from_groups(
@@ -281,22 +299,23 @@ class WhatIf:
         return None if self.strategy.crossing is None else self._per_node
 
 
-def _cut(spec: ParamSpec) -> ParamSpec:
-    return replace(spec, is_whole=False) if spec.is_whole else spec
+def _format(asked: str | None, of_profile: str | None) -> str | None:
+    """Returns the format that is asked for, by default the profile's."""
+    if asked is None:
+        return of_profile
+    return None if asked == "none" else asked
 
 
 def _with_hidden_matrices_whole(profile: Profile) -> Profile:
     """Returns the profile with an owner for each hidden matrix, as names and shapes tell them.
 
-    A profile that has whole parameters stays as it is. Buckets that mix them with others go.
+    A profile that has whole parameters stays as it is. The buckets of any other mix matrices with
+    the rest, and go.
     """
     if any(spec.is_whole for spec in profile.params):
         return profile
     params = tuple(replace(spec, is_whole=_is_hidden(spec)) for spec in profile.params)
-    for group in profile.groups or ():
-        if len({params[param].kind for param in group}) > 1:
-            return replace(profile, params=params, groups=None, wires=None)
-    return replace(profile, params=params)
+    return replace(profile, params=params, groups=None, wires=None)
 
 
 def _is_hidden(spec: ParamSpec) -> bool:

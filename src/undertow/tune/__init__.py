@@ -9,7 +9,7 @@ from undertow.tune.messages import (
     decision_from_array,
     measurement_from_array,
 )
-from undertow.tune.tuner import Tuner, bucket_us_of, choice_for, wire_to_plan
+from undertow.tune.tuner import Tuner, bucket_us_of, wire_to_plan
 
 __all__ = [
     "Decision",
@@ -19,7 +19,6 @@ __all__ = [
     "Tuner",
     "array_of_records",
     "bucket_us_of",
-    "choice_for",
     "decision_from_array",
     "explanation",
     "measurement_from_array",

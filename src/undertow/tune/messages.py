@@ -15,11 +15,12 @@ A gradient is ready when the last rank has it. A collective begins when the last
 and ends when the last rank has its result: all are maxima. Values that a rank does not know are
 minus infinity.
 
-A decision is an array of numbers too: its rank sends it to the others.
+A decision is JSON, which its rank sends to the others.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -28,16 +29,16 @@ from numpy.typing import NDArray
 from undertow.cost import Payload
 from undertow.cost.costs import curve_from_samples, line_through
 from undertow.plan import Groups, ParamSpec, Plan, Wires
-from undertow.plan.timing import stretched
+from undertow.plan.timing import in_equal_parts
 from undertow.profile import Profile
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
-from undertow.wire import WIRES
 
 _NUM_TIMES = 8
 _UNKNOWN = -np.inf
 _LEAST_US, _MOST_SKEW = 1e-3, 0.2
 _DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
-_CODES = (None, *WIRES)  # formats as numbers
+# Of a decision as JSON: its times, and each parameter's number and the format of its bucket.
+_MOST_BYTES, _MOST_BYTES_OF_PARAM = 256, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +152,7 @@ def _in_equal_parts(rows: Sequence[BucketRecord], plan: Plan) -> list[BucketReco
     """Returns records with the bytes that equal parts would have in the same time."""
     found = []
     for row in rows:
-        bucket = plan.buckets[row.bucket]
-        sent = stretched(
-            Payload(num_bytes=row.num_bytes),
-            plan.params,
-            bucket.params,
-            bucket.owners,
-            num_ranks=plan.num_shards,
-        )
+        sent = in_equal_parts(plan, plan.buckets[row.bucket], Payload(num_bytes=row.num_bytes))
         found.append(replace(row, num_bytes=sent.num_bytes))
     return found
 
@@ -227,36 +221,23 @@ class Decision:
     groups: Groups | None = None  # None: keep the plan
     wires: Wires = ()  # the format of each bucket
 
-    def to_array(self, params: Sequence[ParamSpec]) -> NDArray[np.float64]:
-        """Encodes the decision.
+    def to_array(self, params: Sequence[ParamSpec]) -> NDArray[np.uint8]:
+        """Encodes the decision as JSON.
 
         The length depends on the parameters only, so that every rank knows it before.
         """
-        # the parameters by bucket; the bucket of each, and its format
-        rows = np.full((3, len(params)), -1.0)
-        place = 0
-        for bucket, (group, wire) in enumerate(zip(self.groups or (), self.wires, strict=True)):
-            at = slice(place, place + len(group))
-            rows[0, at] = group
-            rows[1, at] = bucket
-            rows[2, at] = _CODES.index(wire)
-            place += len(group)
-        return np.concatenate([[self.outcome, self.present_us, self.predicted_us], rows.ravel()])
+        text = json.dumps(asdict(self)).ljust(_MOST_BYTES + _MOST_BYTES_OF_PARAM * len(params))
+        return np.array([*text.encode()], dtype=np.uint8)
 
 
-def decision_from_array(numbers: NDArray[np.float64]) -> Decision:
-    """Decodes the numbers of `Decision.to_array`."""
-    outcome, present_us, predicted_us = numbers[:3].tolist()
-    params, buckets, codes = numbers[3:].astype(np.int64).reshape(3, -1)
-    groups, wires = [], []
-    for bucket in range(1 + buckets.max(initial=-1)):
-        is_in = buckets == bucket
-        groups.append(tuple(params[is_in].tolist()))
-        wires.append(_CODES[codes[is_in][0]])
+def decision_from_array(message: NDArray[np.uint8]) -> Decision:
+    """Decodes the message of `Decision.to_array`."""
+    found = json.loads(message.tobytes())
+    groups = found["groups"] and tuple(map(tuple, found["groups"]))
     return Decision(
-        outcome=Outcome(int(outcome)),
-        present_us=present_us,
-        predicted_us=predicted_us,
-        groups=tuple(groups) or None,
-        wires=tuple(wires),
+        outcome=Outcome(found["outcome"]),
+        present_us=found["present_us"],
+        predicted_us=found["predicted_us"],
+        groups=groups,
+        wires=tuple(found["wires"]),
     )

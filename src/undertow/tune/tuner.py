@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from undertow.cost import CostCurve, Costs, curve_from_samples
-from undertow.plan import Choice, Groups, Plan, choose
+from undertow.cost import CostCurve, curve_from_samples
+from undertow.plan import Choice, Plan, StepModel, choose
 from undertow.profile import Profile
 from undertow.tune.messages import Decision, Measurement, Outcome
 from undertow.wire import AUTO
@@ -18,9 +18,6 @@ _HOST_US = 200.0
 # Larger models are not moved: every rank would hold gradients and state of all parameters for a
 # moment, and a model may fit only because of sharding.
 _MOST_MOVED_BYTES = 256 * 2**20
-# Buckets cost memory: a packed bucket holds its gradients twice. Small ones may be as large as
-# without a measurement.
-_LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 
 
 class Tuner:
@@ -88,18 +85,22 @@ class Tuner:
         curves = [profile.curves.get(kind) for kind in kinds_needed(has_shards=has_shards)]
         if any(curve is None or not curve.is_enough for curve in curves):
             return None  # they do not show the cost of buckets of other sizes
-        chosen = choice_for(
-            profile,
-            profile.costs(),
+        model = StepModel(
+            params=profile.params,
+            timing=profile.timing,
+            costs=profile.costs(),
             has_shards=has_shards,
-            bucket_us=bucket_us_of(profile),
-            wire=wire_to_plan(profile, self._wire),
             param_wire=self._param_wire,
-            order=self._order,
-            groups=plan.groups if self._keeps_buckets else None,
+            bucket_us=bucket_us_of(profile),
             num_shards=plan.num_shards,
         )
-        return chosen, chosen.model.finish_us(plan.groups, plan.wires)
+        chosen = choose(
+            model,
+            profile.order if self._order is None else self._order,
+            wire=wire_to_plan(profile, self._wire),
+            groups=plan.groups if self._keeps_buckets else None,
+        )
+        return chosen, model.finish_us(plan.groups, plan.wires)
 
     def decide(self, plan: Plan, *, has_shards: bool) -> Decision:
         """Decides on the plan from the measurement."""
@@ -131,36 +132,6 @@ def wire_to_plan(profile: Profile, wire: str | None) -> str | None:
     """Returns the setting, or full width instead of "auto" if processors were the bottleneck of the
     measured run: encoding takes more of their time."""
     return None if wire == AUTO and profile.is_bound_by_processors else wire
-
-
-def choice_for(  # noqa: PLR0913
-    profile: Profile,
-    costs: Costs,
-    *,
-    has_shards: bool,
-    bucket_us: float,
-    wire: str | None,
-    param_wire: str | None,
-    order: Sequence[int] | None = None,
-    groups: Groups | None = None,
-    num_shards: int = 1,
-) -> Choice:
-    """Returns the best plan of a profile on a network with `costs`, as training chooses it and
-    `undertow plan` shows it; `choose` explains the arguments."""
-    num_bytes = sum(spec.num_bytes for spec in profile.params)
-    return choose(
-        profile.params,
-        profile.order if order is None else order,
-        profile.timing,
-        costs,
-        has_shards=has_shards,
-        max_bucket_bytes=max(_LEAST_CAP_BYTES, num_bytes / _LARGEST_SHARE),
-        bucket_us=bucket_us,
-        wire=wire,
-        param_wire=param_wire,
-        groups=groups,
-        num_shards=num_shards,
-    )
 
 
 def kinds_needed(*, has_shards: bool) -> tuple[str, ...]:

@@ -419,12 +419,12 @@ def test_the_divided_update_is_printed(undertow: Undertow) -> None:
 
 
 def test_muon_has_whole_matrices_without_embeddings() -> None:
-    found = WhatIf.of(profile_from_file(EXAMPLE), "zero1", 8, "muon")
+    found = WhatIf.of(profile_from_file(EXAMPLE), strategy="zero1", num_ranks=8, optimizer="muon")
     whole = [spec for spec in found.profile.params if spec.is_whole]
     assert len(whole) == 4 * 12  # four matrices in each of twelve layers
-    assert WhatIf.of(found.profile, "zero1", 8, "muon").profile == found.profile
+    assert WhatIf.of(found.profile, strategy="zero1", optimizer="muon").profile == found.profile
     for strategy, optimizer in (("ddp", "muon"), ("zero1", "adamw")):
-        cut = WhatIf.of(found.profile, strategy, 8, optimizer).profile.params
+        cut = WhatIf.of(found.profile, strategy=strategy, optimizer=optimizer).profile.params
         assert not any(spec.is_whole for spec in cut)
 
 

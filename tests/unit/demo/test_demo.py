@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -9,12 +10,12 @@ from rich.console import Console
 from support.errors import Call, refusal
 from support.records import printed
 from undertow.demo import DemoSettings, run_demo
-from undertow.demo.rank import during, trace_of
+from undertow.demo.rank import trace_of
 from undertow.demo.run import comparison_table, headline
 from undertow.demo.settings import NUM_WARM_UP_STEPS, WayDone
 from undertow.emulation.link import Carried
 from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
-from undertow.trace import Event, OuterReport, Trace
+from undertow.trace import Event, Overlap, Trace, overlap_of
 
 TRACE = Trace(
     rank=0,
@@ -27,19 +28,19 @@ TRACE = Trace(
 )
 
 
-EXCHANGED = OuterReport(
-    every=30, fragments=2, delay=3, reason="", num_exchanges=9, sent_bytes=8, exchange_ms=90.0, exposed_ms=15.0
-)
+def done(way: str, typical: Trace = TRACE, **figures: Any) -> WayDone:
+    known = {"step_us": typical.duration_us, "overlap": overlap_of(typical), "num_ops": str(len(typical.communication))}
+    return WayDone(way=way, typical=typical, loss=2.5, **{**known, **figures})
 
 
 def test_the_table_fits_a_narrow_terminal_and_a_way_that_is_wrong_is_marked() -> None:
     alone = Trace(rank=0, step=4, events=TRACE.events[1:2])
     results = [
-        WayDone(way="bucketed", typical=TRACE, loss=2.5, is_right=False),
-        WayDone(way="undertow", typical=TRACE, loss=2.5),
-        WayDone(way="int8", typical=TRACE, loss=2.5),
-        WayDone(way="outer", typical=TRACE, loss=2.5, mean_us=30_000.0, outer=EXCHANGED),
-        WayDone(way="zero2", typical=alone, loss=2.5),
+        done("bucketed", is_right=False),
+        done("undertow"),
+        done("int8"),
+        done("outer", step_us=30_000.0, overlap=Overlap(total_us=6_000.0, exposed_us=1_000.0), num_ops="2/30"),
+        done("zero2", alone),
     ]
     lines = [line.strip() for line in printed(comparison_table(results, num_steps=3), width=80).splitlines()]
     assert lines[-5:] == [
@@ -53,17 +54,17 @@ def test_the_table_fits_a_narrow_terminal_and_a_way_that_is_wrong_is_marked() ->
 
 def test_one_sentence_has_the_speeds_of_undertows_ways() -> None:
     results = [
-        WayDone(way="torch-ddp", typical=TRACE, loss=2.5),
-        WayDone(way="undertow", typical=TRACE, loss=2.5),
-        WayDone(way="outer", typical=TRACE, loss=2.5, mean_us=TRACE.duration_us / 3, outer=EXCHANGED),
+        done("torch-ddp"),
+        done("undertow"),
+        done("outer", step_us=TRACE.duration_us / 3),
     ]
     assert headline(results) == "Undertow trains 1.00 times as fast as torch DDP, 3.00 times with outer"
 
 
 def test_a_way_with_other_results_is_named_and_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = [
-        WayDone(way="torch-ddp", typical=TRACE, loss=2.5),
-        WayDone(way="undertow", typical=TRACE, loss=2.5, is_right=False),
+        done("torch-ddp"),
+        done("undertow", is_right=False),
     ]
     monkeypatch.setattr("undertow.demo.run.train", lambda _: results)
     console = Console(file=io.StringIO(), width=100)
@@ -147,5 +148,5 @@ def test_a_step_in_shards_begins_with_the_optimizer_and_waits_for_parameters_in_
 
 def test_an_exchange_is_cut_into_the_steps_that_it_lasts() -> None:
     messages = [sent("send", 9.0, 9.5, 10.002), sent("send", 9.9, 10.35, 10.5), sent("send", 9.0, 9.0, 9.5)]
-    trace = during(phases(10.35, 10.36), messages)
+    trace = trace_of(phases(10.35, 10.36), messages)
     assert rounded(trace, "comm.dp") == [("send", 0, 2_000), ("send", 350_000, 360_000)]

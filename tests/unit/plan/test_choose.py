@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import mean
@@ -28,7 +28,6 @@ from undertow.plan import (
     Wires,
     choose,
     equal_groups,
-    finish_us,
     plan_from_groups,
 )
 from undertow.plan.choose import LEAST_GAIN, SLACK
@@ -48,8 +47,12 @@ def timing(*ready_us: float, end: float | None = None, used: Sequence[float] = (
     return StepTiming(ready_us=ready_us, backward_end_us=max(ready_us) if end is None else end, used_us=used)
 
 
-def choice(params: Sequence[ParamSpec], when: StepTiming, curve: Any, **more: Any) -> Choice:
-    return choose(params, range(len(params)), when, curve, has_shards=bool(when.used_us), **more)
+def model_of(params: Sequence[ParamSpec], when: StepTiming, curve: Any, **more: Any) -> StepModel:
+    return StepModel(params=params, timing=when, costs=curve, has_shards=bool(when.used_us), **more)
+
+
+def choice(model: StepModel, **more: Any) -> Choice:
+    return choose(model, range(len(model.params)), **{"max_bucket_bytes": math.inf, **more})
 
 
 def cases(seed: int, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> Iterator[Case]:
@@ -58,9 +61,12 @@ def cases(seed: int, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> I
         yield random_case(rng, shapes, has_shards=has_shards)
 
 
-def solve(case: Case, **more: Any) -> Choice:
-    more |= {"has_shards": case.has_shards, "max_bucket_bytes": case.max_bucket_bytes}
-    return choose(case.params, case.order, case.timing, case.costs, **more)
+def model_of_case(case: Case) -> StepModel:
+    return StepModel(params=case.params, timing=case.timing, costs=case.costs, has_shards=case.has_shards)
+
+
+def solve(case: Case) -> Choice:
+    return choose(model_of_case(case), case.order, max_bucket_bytes=case.max_bucket_bytes)
 
 
 @each_form
@@ -90,7 +96,7 @@ def test_the_chosen_plan_is_near_the_best_of_all_groupings() -> None:
 def test_no_bucket_of_several_parameters_is_larger_than_allowed(has_shards: bool) -> None:
     params = [spec(f"p{i}", 10 + i % 7, dtype="uint8") for i in range(40)]
     when = timing(*(float(i) for i in range(40)), used=[0.0] * 40 if has_shards else ())
-    found = choice(params, when, line(50, 1), max_bucket_bytes=120)
+    found = choice(model_of(params, when, line(50, 1)), max_bucket_bytes=120)
     for candidate in found.candidates:
         plan = plan_from_groups(params, candidate.groups, num_ranks=2)
         sizes = [sum(slot.numel for slot in bucket.slots) for bucket in plan.buckets if len(bucket.slots) > 1]
@@ -101,7 +107,8 @@ def test_no_bucket_of_several_parameters_is_larger_than_allowed(has_shards: bool
 def test_fewer_buckets_are_chosen_if_each_takes_processor_time(has_shards: bool) -> None:
     params, used = specs_of_sizes(*[100] * 32), [float(32 - i) for i in range(32)]
     when = timing(*(10.0 * i for i in range(32)), used=used if has_shards else ())
-    numbers = [len(choice(params, when, line(1, 0.1), bucket_us=bucket_us).best.groups) for bucket_us in (0.0, 5.0, 1000.0)]
+    models = [model_of(params, when, line(1, 0.1), bucket_us=bucket_us) for bucket_us in (0.0, 5.0, 1000.0)]
+    numbers = [len(choice(model).best.groups) for model in models]
     assert numbers == sorted(set(numbers), reverse=True)
     assert numbers[-1] == 1
 
@@ -110,35 +117,33 @@ def test_fewer_buckets_are_chosen_if_each_takes_processor_time(has_shards: bool)
 def test_any_grouping_is_timed_by_the_same_model(has_shards: bool) -> None:
     for case in cases(4, has_shards=has_shards):
         for _, groups in case.groupings():
-            assert finish_us(case.params, groups, case.timing, case.costs, has_shards=has_shards) == pytest.approx(
-                case.finish_us(groups), **ROUNDING
-            ), case
+            assert model_of_case(case).finish_us(groups) == pytest.approx(case.finish_us(groups), **ROUNDING), case
 
 
 def test_processor_time_of_buckets_delays_each_bucket_by_those_before_it() -> None:
     # Ready at 0 and 20, and 11 each on the link: 5 + 11, then 20 + 2 * 5 + 11.
-    groups, when = [(0,), (1,)], timing(0, 20)
-    assert finish_us(specs_of_sizes(10, 10), groups, when, line(1, 1), bucket_us=5.0) == 41.0
+    model = model_of(specs_of_sizes(10, 10), timing(0, 20), line(1, 1), bucket_us=5.0)
+    assert model.finish_us(((0,), (1,))) == 41.0
 
 
 @pytest.mark.parametrize(
-    ("solve_it", "groups", "finished_us"),
+    ("model", "groups", "finished_us"),
     [
         pytest.param(
-            lambda: choice(specs_of_sizes(10, 10), timing(0, 20, end=50), line(1, 1)),
+            model_of(specs_of_sizes(10, 10), timing(0, 20, end=50), line(1, 1)),
             ((0,), (1,)),
             61.0,
             id="the last bucket waits for the end of backward",
         ),
         # Two buckets are through at 1000 + 1000 + 1, one at 1000 + 1001 + 1.
         pytest.param(
-            lambda: choice(specs_of_sizes(1, 1000), timing(0, 1000), line(1, 1)),
+            model_of(specs_of_sizes(1, 1000), timing(0, 1000), line(1, 1)),
             ((0, 1),),
             2002.0,
             id="a small gain is not worth a launch",
         ),
         pytest.param(
-            lambda: choice(
+            model_of(
                 [spec(f"p{i}", 8, dtype="float32" if i % 2 else "bfloat16") for i in range(20)],
                 timing(*range(20)),
                 line(100, 0.01),
@@ -150,15 +155,15 @@ def test_processor_time_of_buckets_delays_each_bucket_by_those_before_it() -> No
         # Ready 0 and 100, used 100 and 0: one bucket of 200 bytes is reduced at 100 + 105 and gathered in 105, a stall. In two,
         # the second one is reduced at 100 + 55 and gathered in 55; the first one is gathered at 110 and late by 10.
         pytest.param(
-            lambda: choice(specs_of_sizes(100, 100), timing(0, 100, used=(100, 0)), line(5, 0.5)),
+            model_of(specs_of_sizes(100, 100), timing(0, 100, used=(100, 0)), line(5, 0.5)),
             ((0,), (1,)),
             155 + 55,
             id="one bucket is cut if that lets the forward begin",
         ),
     ],
 )
-def test_a_plan_by_hand(solve_it: Callable[[], Choice], groups: Any, finished_us: float | None) -> None:
-    best = solve_it().best
+def test_a_plan_by_hand(model: StepModel, groups: Any, finished_us: float | None) -> None:
+    best = choice(model).best
     assert (best.groups, best.finish_us if finished_us else None) == (groups, finished_us)
 
 
@@ -188,7 +193,7 @@ def test_buckets_are_of_equal_bytes_except_the_last(num_buckets: int, last_share
     ],
 )
 def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, curve: Any, finished_us: float) -> None:
-    assert finish_us(params, groups, when, curve, has_shards=bool(when.used_us)) == pytest.approx(finished_us, **ROUNDING)
+    assert model_of(params, when, curve).finish_us(groups) == pytest.approx(finished_us, **ROUNDING)
 
 
 # Four gradients of 512,000 bytes, at 10, 20, 30 and 40 ms; in int8 each has 129,000 bytes, and takes 0.179 ms to encode, add
@@ -214,11 +219,11 @@ EVERY_10_MS = timing(10_000, 20_000, 30_000, 40_000)
 )
 def test_auto_sends_the_fewest_bytes_in_int8(ns_per_byte: float, wires: Wires, finish_us: float) -> None:
     groups = ((0,), (1,), (2,), (3,))
-    found = choice(LAYERS, EVERY_10_MS, line(0, ns_per_byte * KB), wire="auto", groups=groups)
-    best = found.best
+    model = model_of(LAYERS, EVERY_10_MS, line(0, ns_per_byte * KB))
+    best = choice(model, wire="auto", groups=groups).best
     assert (best.groups, best.wires) == (groups, wires)
     # The model of the choice tells the time of any other plan.
-    assert found.model.finish_us(best.groups, best.wires) == pytest.approx(finish_us, **ROUNDING)
+    assert model.finish_us(best.groups, best.wires) == pytest.approx(finish_us, **ROUNDING)
     assert best.finish_us == pytest.approx(finish_us, **ROUNDING)
 
 
@@ -229,9 +234,8 @@ def test_no_bucket_is_narrow_without_need(ns_per_byte: float, numels: list[int],
     params = [spec(f"p{i}", numel) for i, numel in enumerate(numels)]
     ready_us, used_us = ([1000.0 * i for i in range(len(params))] for _ in range(2))
     when = timing(*ready_us, used=used_us[::-1] if has_shards else ())
-    costs = line(50, ns_per_byte * KB)
-    model = StepModel(params=params, timing=when, costs=costs, has_shards=has_shards)
-    auto, wide, narrow = (choice(params, when, costs, wire=wire).best for wire in ("auto", None, "int8"))
+    model = model_of(params, when, line(50, ns_per_byte * KB))
+    auto, wide, narrow = (choice(model, wire=wire).best for wire in ("auto", None, "int8"))
     assert model.finish_us(auto.groups, auto.wires) <= min(wide.finish_us, auto.finish_us * (1 + 1e-6))
     if not any(auto.wires):
         assert wide.finish_us * (1 - LEAST_GAIN) < narrow.finish_us
@@ -244,10 +248,11 @@ def test_no_bucket_is_narrow_without_need(ns_per_byte: float, numels: list[int],
 def test_a_format_that_is_set_is_planned_for_in_every_bucket() -> None:
     params = [*LAYERS, spec("bias", 100)]  # less than a block
     when = timing(10_000, 20_000, 30_000, 40_000, 40_000)
-    found = choice(params, when, line(0, 10 * KB), wire="int8")
+    model = model_of(params, when, line(0, 10 * KB))
+    found = choice(model, wire="int8")
     for each in found.candidates:
         assert each.wires == plan_from_groups(params, each.groups, num_ranks=2, wires="int8").wires
-    alone = choice(params, when, line(0, 10 * KB), wire="int8", groups=((0, 1, 2, 3), (4,))).best
+    alone = choice(model, wire="int8", groups=((0, 1, 2, 3), (4,))).best
     assert alone.wires == ("int8", "int8")
     # The bias travels as it is.
     assert alone.finish_us == pytest.approx(40_000 + 10 * KB * (4 * INT8 + 400) + 4 * CODING_US, **ROUNDING)
@@ -257,21 +262,18 @@ def test_a_format_that_is_set_is_planned_for_in_every_bucket() -> None:
 def test_a_bucket_with_owners_takes_as_long_as_its_largest_part(num_shards: int, part: int) -> None:
     owned = [replace(param, is_whole=True) for param in LAYERS]  # four of one size
     when, groups = timing(0, 0, 0, 0, end=0, used=(0, 0, 0, 0)), ((0, 1, 2, 3),)
-    whole, cut = (
-        choice(params, when, line(0, 10 * KB), groups=groups, num_shards=num_shards).best.finish_us for params in (owned, LAYERS)
-    )
+    whole, cut = (model_of(params, when, line(0, 10 * KB), num_shards=num_shards).finish_us(groups) for params in (owned, LAYERS))
     assert whole == pytest.approx(cut * part * num_shards / 4, **ROUNDING)
 
 
 def test_gathers_have_a_format_of_their_own() -> None:
     when, groups = timing(0, 0, 0, 0, end=0, used=(0, 0, 0, 0)), ((0, 1, 2, 3),)
-    full, narrow = (
-        choice(LAYERS, when, line(0, 10 * KB), groups=groups, param_wire=wire).best.finish_us for wire in (None, "int8")
-    )
+    full, narrow = (model_of(LAYERS, when, line(0, 10 * KB), param_wire=wire).finish_us(groups) for wire in (None, "int8"))
     assert full - narrow == pytest.approx(4 * (10 * KB * (FULL - INT8) - CODING_US / 2), **ROUNDING)
 
 
 @pytest.mark.parametrize(("has_shards", "finish"), [(False, 6.0), (True, 8.0)], ids=["whole", "gathered as well"])
 def test_without_parameters_one_empty_bucket_leaves_at_the_end_of_backward(has_shards: bool, finish: float) -> None:
-    found = choose([], [], StepTiming(ready_us=(), backward_end_us=4.0), line(2, 1), has_shards=has_shards)
+    timed = StepTiming(ready_us=(), backward_end_us=4.0)
+    found = choose(StepModel(params=[], timing=timed, costs=line(2, 1), has_shards=has_shards), [])
     assert (found.best.groups, found.best.finish_us) == ((), finish)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from undertow.config import Outer
 from undertow.plan.fragments import Turns, chosen_turns, layers_of, starts_after
 
 
@@ -25,16 +26,16 @@ def test_fragments_take_turns_within_a_period() -> None:
     ],
 )
 def test_the_fewest_steps_of_delay_that_hide_an_exchange_are_chosen(fixed_us: float, layer_us: float, turns: Turns) -> None:
-    assert chosen_turns(every=30, step_us=1000.0, fixed_us=fixed_us, layers_us=[layer_us] * 20) == turns
+    assert chosen_turns(Outer(every=30), step_us=1000.0, fixed_us=fixed_us, layers_us=[layer_us] * 20) == turns
 
 
 def test_a_large_layer_needs_a_longer_delay() -> None:
     layers_us = [4500.0, *[100.0] * 9]
-    assert chosen_turns(every=30, step_us=1000.0, fixed_us=10.0, layers_us=layers_us).delay == 7
+    assert chosen_turns(Outer(every=30), step_us=1000.0, fixed_us=10.0, layers_us=layers_us).delay == 7
 
 
 def test_given_fragments_or_delay_are_kept() -> None:
-    how = {"every": 30, "step_us": 1000.0, "fixed_us": 10.0, "layers_us": [150.0] * 20}
-    assert chosen_turns(**how, fragments=2) == Turns(fragments=2, delay=3)
-    assert chosen_turns(**how, delay=5) == Turns(fragments=1, delay=5)
-    assert chosen_turns(**{**how, "every": 1}) == Turns(fragments=1, delay=0)
+    how = {"step_us": 1000.0, "fixed_us": 10.0, "layers_us": [150.0] * 20}
+    assert chosen_turns(Outer(every=30, fragments=2), **how) == Turns(fragments=2, delay=3)
+    assert chosen_turns(Outer(every=30, delay=5), **how) == Turns(fragments=1, delay=5)
+    assert chosen_turns(Outer(every=1), **how) == Turns(fragments=1, delay=0)
