@@ -197,6 +197,7 @@ class Outer:
             steps and the link.
         delay: Steps of training that hide an exchange; 0 waits for it at once. "auto" measures.
         wire: The format of differences, as `SyncConfig.wire`; None: full width.
+        mix: The share that a replica keeps of the parameters it has, from 0 to less than 1.
 
     Raises:
         ConfigError: For every value that cannot work.
@@ -213,6 +214,7 @@ class Outer:
     fragments: int | Literal["auto"] = "auto"
     delay: int | Literal["auto"] = "auto"
     wire: Literal["bfloat16", "float16", "int8"] | Any | None = "int8"
+    mix: float = 0.0
 
     def __new__(cls, **settings: Any) -> Self:
         require_known(settings, cls.__dataclass_fields__, "setting", where="Outer")
@@ -238,6 +240,7 @@ class Outer:
                 'a whole number of steps from 0 on, or "auto"',
                 "1",
             ),
+            ("mix", 0 <= as_float(self.mix) < 1, "from 0 to less than 1", "0.0"),
         )
         for name, holds, wanted, example in checks:
             require(

@@ -131,6 +131,7 @@ def programs() -> Iterator[tuple[int, Outer, int]]:
             momentum=drawn.choice([0.0, 0.5, 0.9]),
             nesterov=drawn.random() < 0.7,
             wire=drawn.choice([None, "int8", "bfloat16"]),
+            mix=drawn.choice([0.0, 0.5]),
         )
         yield number, outer, drawn.randint(1, 2)
 
@@ -350,7 +351,7 @@ def test_synchronized_shows_the_global_parameters_and_brings_the_own_ones_back()
 @in_ranks(2)
 @pytest.mark.parametrize("num_steps", [4, 5, 6])
 def test_a_state_resumes_bit_for_bit_also_with_a_fragment_on_its_way(num_steps: int) -> None:
-    outer = Outer(every=4, fragments=2, delay=2)
+    outer = Outer(every=4, fragments=2, delay=2, mix=0.5)
     with replica(net(), outer) as ddp:
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         for number in range(num_steps):

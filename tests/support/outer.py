@@ -72,7 +72,10 @@ class NaiveOuter:
             self.globals[name] = self.globals[name] - update * outer.lr if is_param else mean
             for model in self.models:
                 own = dict(model.named_parameters()).get(name, dict(model.named_buffers()).get(name))
-                own.copy_(self.globals[name])
+                mixed = self.globals[name]
+                if is_param and outer.mix:
+                    mixed = mixed * (1 - outer.mix) + own.float() * outer.mix
+                own.copy_(mixed)
         del self.due[index]
 
 

@@ -292,6 +292,7 @@ OUTER: dict[str, tuple[dict[str, Any], str]] = {
         "delay must be less than every=2, got 2.\n  Outer\n"
         "  An exchange of a fragment ends before its next one begins: give a smaller delay.",
     ),
+    "mix": ({"every": 2, "mix": 1.0}, "mix must be from 0 to less than 1, got 1.0.\n  Outer\n  Write mix=0.0."),
     "wire": ({"every": 2, "wire": "int4"}, "wire cannot be 'int4'.\n  Outer\n  Did you mean 'int8'?"),
     "name": ({"every": 2, "fragment": 3}, "setting 'fragment' does not exist.\n  Outer\n  Did you mean 'fragments'?"),
 }

@@ -186,9 +186,12 @@ class Fragment:
         for tensor, view in self._views(into).values():
             view.copy_(tensor)
 
-    def write(self, values: Tensor) -> None:
-        """Writes `values` into the replica's own tensors."""
-        for tensor, view in self._views(values).values():
+    def write(self, values: Tensor, *, mix: float = 0.0) -> None:
+        """Writes `values` into the replica's parameters, which keep a share `mix` of what they had,
+        and into its buffers."""
+        for name, (tensor, view) in self._views(values).items():
+            if mix and isinstance(self._tensors[name], Tensor):
+                view = view * (1 - mix) + tensor.to(view.dtype) * mix
             tensor.copy_(view)
 
     def start(self, step: int, *, due: int, num_forwards: int) -> None:
@@ -263,7 +266,7 @@ class Fragment:
             _require_same(facts.long().tolist(), self._replicas.column, fragment=self.index)
 
     def step(self) -> None:
-        """Takes the outer step, and gives the replica the result."""
+        """Takes the outer step, and gives the replica its share of the result."""
         flight, outer = self.flight, self._replicas.outer
         assert flight is not None  # the exchange is due
         self.arrive()
@@ -293,7 +296,7 @@ class Fragment:
                     update = (update * outer.momentum).add_(difference)
             self.values[chunk].sub_(update * outer.lr)
         self.values[numel:].copy_(flight.mean[numel:])
-        self.write(self.values)
+        self.write(self.values, mix=outer.mix)
         self.flight = None
 
 
