@@ -12,10 +12,10 @@ with the cost of a ring (`cost.collective_seconds`).
 
 The link is full duplex. A message occupies its sender's way out and then its receiver's way in, for
 `bytes / bandwidth` each. It comes in while it goes out: gloo sends all of it when the way out is
-free. So an early rank does not fill the way in of a late one. A receive ends no earlier than `max(
-way in free, message here) + bytes / bandwidth + latency`; the latency occupies no way. Senders share
-a way in, as TCP does: a short message does not wait for a long one of another sender. A link shaped
-by a token bucket lets some bytes pass at once after a rest (`Way`).
+free. So an early rank does not fill the way in of a late one. Senders share a way in, as with TCP:
+a short message does not wait for a long one of another sender. A receive ends no earlier than
+`max(way in free, message here) + bytes / bandwidth + latency`; the latency occupies no way. A link
+shaped by a token bucket lets some bytes pass at once after a rest (`Way`).
 
     sender's thread      [ started ── bytes ── )                           one at a time
                            └ gloo sends
