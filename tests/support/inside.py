@@ -32,8 +32,8 @@ from undertow.checkpoint import files as checkpoint_files
 from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.engine import params as module_params
-from undertow.engine.compiled_plan import CompiledPlan
 from undertow.engine.engine import Engine
+from undertow.engine.round import CompiledPlan
 from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts

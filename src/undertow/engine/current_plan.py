@@ -21,7 +21,6 @@ from undertow.engine.agreed_errors import (
     changed_unlike,
     part_of_another,
 )
-from undertow.engine.compiled_plan import CompiledPlan
 from undertow.engine.hooks import (
     GradientFactor,
     Listeners,
@@ -30,7 +29,7 @@ from undertow.engine.hooks import (
     earlier_watchers,
 )
 from undertow.engine.params import ModuleParams, first_change
-from undertow.engine.round import Round, RoundKind
+from undertow.engine.round import CompiledPlan, Round, RoundKind
 from undertow.engine.tuning import ObservedOrder, Tuning, may_move
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, plan_from_groups, plan_in_order
