@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from undertow.device import Device
-from undertow.engine.tuning import ObservedOrder, Tuning
+from undertow.engine.tuning import Tuning
 from undertow.plan import Plan
 from undertow.schedule.tracker import Arrivals, BucketArrivals
 from undertow.torch_private import private
@@ -150,8 +150,8 @@ class OutsideHooks:
 class ParamHooks:
     """Hooks on `named_params` until `close`, and the measurements of these parameters by them.
 
-    `arrivals` counts their gradients. `order` and `tuning` measure them, and `groups` is the plan
-    that follows. `outside_hooks` are on parameters outside of the plan: frozen and new ones.
+    `arrivals` counts their gradients, and `tuning` measures them. `outside_hooks` are on parameters
+    outside of the plan: frozen and new ones.
     """
 
     def __init__(
@@ -177,7 +177,6 @@ class ParamHooks:
         # by id, parameters outside of the plan that have got a gradient
         self.outside: dict[int, Tensor] = {}
         self.next_plan: Plan | None = None  # to which a sharded optimizer moves
-        self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
         self.arrival_hooks = ArrivalHooks([], self.arrivals)
         self.outside_hooks = OutsideHooks(listeners.on_outside)
@@ -217,9 +216,8 @@ class ParamHooks:
         self.outside_hooks.watch(())
         self.arrivals.on_full = no_round  # it may be in the middle of an arrival
         self.arrivals.owner = None
-        for other in (self.order, self.tuning):
-            if other is not None:
-                other.close()
+        if self.tuning is not None:
+            self.tuning.close()
 
     def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
         """Returns the positions in `bucket` of the `missing` parameters without a gradient since

@@ -412,7 +412,7 @@ class GradientSync:
         )
         return dataclasses.replace(
             report,
-            why_fixed=why_fixed(self._config, compiled.reducer),
+            why_fixed=why_fixed(compiled.reducer),
             wire=self._config.wire,
             param_wire=self._config.param_wire,
             experts=self._of_experts(GradientSync.report),
