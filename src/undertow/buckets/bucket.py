@@ -394,8 +394,7 @@ class LiveBucket(ABC):
 
     def _reduce_with_trailer(self, values: Sequence[Tensor]) -> list[Handle]:
         """Like `_reduce`; a small collective has the trailer."""
-        trailer = self.memory.flat[self.spec.trailer.start :]
-        return [*self._reduce(values), self.shared.reducer.reduce(trailer)]
+        return [*self._reduce(values), self.shared.reducer.reduce(self.memory.trailer)]
 
     def _mark_nonfinite(self, values: Sequence[Tensor]) -> None:
         """Looks at values to be sent, if anybody asks."""
@@ -424,6 +423,7 @@ class DenseBucket(LiveBucket):
         super().__init__(spec, shared)
         self._make_parcels()
         self._is_hooked = shared.reducer.hook is not None and bool(spec.slots)
+        self._reduce_flat = shared.reducer.reducing(getattr(torch, spec.dtype))
         self._own: Tensor | None = None  # a copy of its memory before the last reduction
         # The previous `.grad` of positions that are unused on this rank, and copies of those that
         # lie in the bucket, because the reduction overwrites them.
@@ -434,15 +434,15 @@ class DenseBucket(LiveBucket):
 
     def _make_parcels(self) -> None:
         """Decides how its values travel."""
-        spec, reducer = self.spec, self.shared.reducer
-        parcel: Parcel | None = reducer.parcel_of(spec)
+        spec, parcel = self.spec, self.shared.reducer.parcel_of(self.spec)
+        self._parcel = parcel
         if parcel is not None:
             # The last bucket tells if this rank has found any. In full width, it may tell before
             # the posting thread has looked at messages.
             if self.shared.plan.buckets[-1].wire is not None:
-                parcel = self._inspected(parcel)
-            self._travels_in([parcel], parcel.payload(spec.itemsize) + spec.trailer_bytes)
-        self._reduce_flat = reducer.reducing_bucket(spec, parcel)
+                self._parcel = self._inspected(parcel)
+            num_bytes = parcel.payload(spec.itemsize) + spec.trailer_bytes
+            self._travels_in([self._parcel], num_bytes)
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
@@ -544,8 +544,12 @@ class DenseBucket(LiveBucket):
         self.marks.launched = recorder.mark()
         if self._is_hooked:
             self.handles = self._reduce_with_trailer(self.values())
-        else:
+        elif self._parcel is None:
             self.handles = [self._reduce_flat(flat)]
+        else:
+            assert reducer.exchanges is not None  # which send the parcel
+            handle = reducer.exchanges.all_reduce(flat, self._parcel, trailer=self.memory.trailer)
+            self.handles = [handle]
         if not is_awaited_at_once:
             recorder.completes(self.marks, self.handles[0])
 

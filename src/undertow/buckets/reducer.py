@@ -69,13 +69,6 @@ class Reducer:
         dtype, is_host = getattr(torch, spec.dtype), self.group.hardware.is_host
         return Encoded(WIRES[spec.wire], dtype, spec.narrow_numel, parts, is_host=is_host)
 
-    def reducing_bucket(self, spec: Bucket, parcel: Parcel | None) -> Callable[[Tensor], Handle]:
-        """Returns the call that starts to reduce the storage of a dense bucket in place."""
-        if parcel is None or self.exchanges is None:
-            return self.reducing(getattr(torch, spec.dtype))
-        trailer = range(spec.trailer.start, spec.storage_numel)
-        return partial(self.exchanges.all_reduce, parcel=parcel, trailer=trailer)
-
     def reducing(self, dtype: torch.dtype) -> Callable[[Tensor], Handle]:
         """Returns the call that starts to reduce a dense tensor of `dtype` in place, in full
         width."""

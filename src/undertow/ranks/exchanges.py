@@ -62,7 +62,7 @@ class P2PCollectives:
         shard: Tensor,
         parcel: Parcel,
         *,
-        trailer: range,
+        trailer: Tensor,
         pack: Task | None = None,
     ) -> Handle:
         """Starts to write the mean over ranks of this rank's part of `storage` into `shard`.
@@ -70,8 +70,7 @@ class P2PCollectives:
         The mean is the sum divided by the divisor. `pack` fills `storage` first. Every rank starts
         its reduce-scatters and all-reduces in the same order.
 
-        storage: has the parts of `parcel`. The range `trailer` becomes its sum over ranks on every
-        rank.
+        storage: has the parts of `parcel`. `trailer` becomes its sum over ranks on every rank.
         shard: of `accumulation_dtype(storage.dtype)`; a shorter part leaves zeros at its end.
         """
         rank = self.group.rank
@@ -84,7 +83,7 @@ class P2PCollectives:
             values = self._exchange(sent, tag)
             # Separate messages: combining the two would halve their number but require adjacent
             # memory.
-            add_up_flags = self._post_sum(storage[trailer.start : trailer.stop], tag + 1)
+            add_up_flags = self._post_sum(trailer, tag + 1)
 
             def add_up() -> None:
                 num_own = len(parcel.parts[rank])
@@ -102,13 +101,13 @@ class P2PCollectives:
         return Handle.in_threads(post, self._posting, self._adding, complete=self.group.complete)
 
     def all_reduce(
-        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: range | None = None
+        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None
     ) -> Handle:
         """Starts to replace `tensor` by its mean over ranks, added in rank order.
 
         Ranks of a mesh are added row by row, like exchanges inside and across its rows. Without
-        a parcel all of it travels in full width. The range `trailer` is apart from the parcel, and
-        becomes its sum over ranks.
+        a parcel all of it travels in full width. `trailer` is apart from the parcel, and becomes
+        its sum over ranks.
         """
         if parcel is None:
             parcel = self._whole(tensor)
@@ -119,7 +118,7 @@ class P2PCollectives:
             sent = parcel.messages(tensor, self._taken)
             add_up_flags = None
             if trailer is not None:
-                add_up_flags = self._post_sum(tensor[trailer.start : trailer.stop], tag + 2)
+                add_up_flags = self._post_sum(trailer, tag + 2)
             add_up_values = self._post_all_reduce(sent, tensor, parcel, self._divisor, tag)
 
             def add_up() -> Task:
@@ -356,7 +355,7 @@ class BackendCollectives:
         shard: Tensor,
         parcel: Parcel,
         *,
-        trailer: range,
+        trailer: Tensor,
         pack: Task | None = None,
     ) -> Handle:
         if pack is not None:
@@ -379,11 +378,11 @@ class BackendCollectives:
             shard[num_own:].zero_()
             self.group.hardware.keep(sent)  # held until now, because the backend reads it
 
-        of_trailer = self.group.all_reduce_async(storage[trailer.start : trailer.stop])
+        of_trailer = self.group.all_reduce_async(trailer)
         return Handle(work, *of_trailer.works, finish=finish)
 
     def all_reduce(
-        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: range | None = None
+        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None
     ) -> Handle:
         if parcel is None:
             part_numel = -(-tensor.numel() // self.group.num_ranks)
@@ -392,7 +391,7 @@ class BackendCollectives:
         mean = self._all_reduce(tensor, parcel, self._divisor)
         of_trailer: tuple[Work, ...] = ()
         if trailer is not None:  # last, because a parcel's `inspect` may write into it
-            of_trailer = self.group.all_reduce_async(tensor[trailer.start : trailer.stop]).works
+            of_trailer = self.group.all_reduce_async(trailer).works
         return Handle(*of_trailer, *mean.works, finish=mean.wait)
 
     def all_reduce_behind(

@@ -170,10 +170,6 @@ class ShardedBucket(DenseBucket):
         num_bytes = self._groups.wire_bytes(self.spec, parcel, crossing)
         self._travels_in([parcel, crossing], num_bytes)
 
-    @property
-    def _trailer(self) -> range:
-        return range(self.spec.trailer.start, self.spec.storage_numel)
-
     def keep_gradients(self) -> None:
         grads = map(_grad_of, self.params)
         self._keep(it.added if isinstance(it, GradientPlaceholder) else it for it in grads)
@@ -196,19 +192,21 @@ class ShardedBucket(DenseBucket):
         self._copies.append(partial(super()._copy_in, start, grads, are_new=are_new))
 
     def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
-        shard, recorder, flat = self._groups.shard, self.shared.recorder, self.memory.flat
+        shard, recorder, memory = self._groups.shard, self.shared.recorder, self.memory
         self._reduced = torch.empty_like(self.shard) if is_apart or self.live else self.shard
         self.marks.launched = recorder.mark()
         copies = self._copies
 
         def pack() -> None:
             _make(copies)
-            for gap in self.memory.gaps:
+            for gap in memory.gaps:
                 gap.zero_()
-            self._mark_nonfinite((self.memory.gradients,))
+            self._mark_nonfinite((memory.gradients,))
 
         parcel, _ = self._parcels
-        handle = shard.reduce_scatter(flat, self._reduced, parcel, trailer=self._trailer, pack=pack)
+        handle = shard.reduce_scatter(
+            memory.flat, self._reduced, parcel, trailer=memory.trailer, pack=pack
+        )
         self.handles = [handle]
         recorder.completes(self.marks, handle)
 
@@ -218,9 +216,8 @@ class ShardedBucket(DenseBucket):
         # the schedule of a strategy with two axes
         assert replicate is not None
         assert crossing is not None
-        trailer = self.memory.flat[self._trailer.start : self._trailer.stop]
         handle = replicate.all_reduce_behind(
-            self.handles[0], self._reduced, crossing, trailer=trailer
+            self.handles[0], self._reduced, crossing, trailer=self.memory.trailer
         )
         self.handles = [handle]
         self.shared.recorder.completes(self.marks, handle)

@@ -154,8 +154,8 @@ class Sharding(Layout):
             if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
                 continue
             live = self.buckets[bucket.index]
-            trailer = range(bucket.trailer.start, bucket.storage_numel)
             sent, shard = torch.zeros_like(live.memory.flat), torch.zeros_like(live.shard)
+            trailer = sent[bucket.trailer.start :]
             for slot in bucket.slots:
                 gradient = self.group.hardware.keep(own[slot.param][0])
                 values = in_memory_order(gradient, self.strides[slot.param])
@@ -164,7 +164,7 @@ class Sharding(Layout):
             handle = self.groups.shard.reduce_scatter(sent, shard, parcel, trailer=trailer)
             if self.groups.replicate is not None and crossing is not None:
                 handle = self.groups.replicate.all_reduce_behind(
-                    handle, shard, crossing, trailer=sent[trailer.start :]
+                    handle, shard, crossing, trailer=trailer
                 )
             with self.group.waiting(f"the shards of bucket {bucket.index}"):
                 handle.wait()
