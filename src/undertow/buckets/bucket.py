@@ -435,7 +435,7 @@ class DenseBucket(LiveBucket):
     def _make_parcels(self) -> None:
         """Decides how its values travel."""
         spec, parcel = self.spec, self.shared.reducer.parcel_of(self.spec)
-        self._parcel = parcel
+        self._parcel: Parcel | None = parcel
         if parcel is not None:
             # The last bucket tells if this rank has found any. In full width, it may tell before
             # the posting thread has looked at messages.

@@ -16,7 +16,7 @@ from undertow.config import SyncConfig, refused
 from undertow.plan import Bucket, Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import Collectives, accumulation_dtype, exchanges_over
-from undertow.ranks.parcels import Encoded, Parcel
+from undertow.ranks.parcels import Encoded
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.wire import WIRES
 
