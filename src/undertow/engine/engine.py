@@ -135,7 +135,7 @@ class Engine:
         if self.checks.sent:
             self.checks.require_alike()
         current_plan.find_change_at_forward()
-        current_plan.hooks.arrival_hooks.run_last()
+        current_plan.hooks.run_last()
         if is_training and progress.num_forwards == 0:
             current_plan.compiled.note_known()
         # nothing tells the end of a compiled one
@@ -188,8 +188,8 @@ class Engine:
     def _enter(self, task: int) -> None:
         """Called with the first gradient in backward `task`."""
         if self._round is None or self._is_between_rounds():
-            outside = self.current_plan.hooks.outside_hooks
-            if outside.watched and outside.has_thawed():
+            hooks = self.current_plan.hooks
+            if hooks.watched and hooks.has_thawed():
                 self._follow_thawed()
             self._begin_rounds(task)
         else:
@@ -292,7 +292,7 @@ class Engine:
         current_plan, progress = self.current_plan, self.progress
         # A hook that user code has registered since the forward may run after Undertow's, once, on
         # the first gradient.
-        is_overtaken = current_plan.hooks.arrival_hooks.run_last()
+        is_overtaken = current_plan.hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
         opened = Round(
             kind=kind,
