@@ -271,8 +271,6 @@ def hide(tensor: Tensor) -> None:
 class FakeCollectives:
     """Exchanges of parts: the results of P2PCollectives. `number` identifies a gather, which ranks start in any order."""
 
-    divides_first = False
-
     def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
         self.group, self._divisor = group, divisor
         self._in_flight = 0

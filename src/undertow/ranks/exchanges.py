@@ -9,7 +9,7 @@ gradient is sent in.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,6 @@ class P2PCollectives:
     `divisor` is the divisor of means. `in_order` sends sums in full width; the order of additions
     is the same in any case.
     """
-
-    divides_first = False  # values are divided after they are added
 
     def __init__(self, group: OwnGroup, *, in_order: bool, divisor: float) -> None:
         self.group = group
@@ -110,7 +108,7 @@ class P2PCollectives:
         its sum over ranks.
         """
         if parcel is None:
-            parcel = self._whole(tensor)
+            parcel = _whole(tensor, self.group)
         tag = next(self._tags)
 
         def post() -> Task:
@@ -221,12 +219,6 @@ class P2PCollectives:
         """Ends the threads."""
         for thread in (self._posting, self._adding, self._gathering):
             thread.shutdown()
-
-    def _whole(self, tensor: Tensor) -> Parcel:
-        num_ranks = self.group.num_ranks
-        quotient, rest = divmod(tensor.numel(), num_ranks)
-        starts = [rank * quotient + min(rank, rest) for rank in range(num_ranks + 1)]
-        return FullWidth([range(*ends) for ends in pairwise(starts)])
 
     def _post_all_reduce(
         self, sent: list[Tensor], target: Tensor, parcel: Parcel, divisor: float, tag: int
@@ -344,7 +336,7 @@ class BackendCollectives:
 
     def __init__(self, group: OwnGroup, *, in_order: bool, divisor: float) -> None:
         self.group = group
-        self.divides_first = not in_order
+        self._in_order = in_order
         self._divisor = divisor
         # Waits for collectives that others follow; neither the caller's stream nor the host does.
         self._side = group.hardware.new_stream()
@@ -363,7 +355,7 @@ class BackendCollectives:
                 pack()
         num_own = len(parcel.parts[self.group.rank])
         own = shard[:num_own]
-        if parcel.is_narrow or not (self.divides_first and _are_equal(parcel.parts)):
+        if parcel.is_narrow or self._in_order or not _are_equal(parcel.parts):
             sent, work, received = self._exchanged(parcel.messages(storage, self._room))
         else:
             sent = storage[: self.group.num_ranks * shard.numel()]
@@ -385,9 +377,7 @@ class BackendCollectives:
         self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None
     ) -> Handle:
         if parcel is None:
-            part_numel = -(-tensor.numel() // self.group.num_ranks)
-            parts = equal_parts(self.group.num_ranks, part_numel, stop=tensor.numel())
-            parcel = FullWidth(parts)
+            parcel = _whole(tensor, self.group)
         mean = self._all_reduce(tensor, parcel, self._divisor)
         of_trailer: tuple[Work, ...] = ()
         if trailer is not None:  # last, because a parcel's `inspect` may write into it
@@ -401,7 +391,7 @@ class BackendCollectives:
         with hardware.use(self._side):
             before.wait()
             of_trailer = self.group.all_reduce_async(trailer)
-            if parcel.is_narrow or not self.divides_first:
+            if parcel.is_narrow or self._in_order:
                 divisor = self._divisor
                 if parcel.is_narrow:  # sums over the inner ranks may be too large for the format
                     tensor.div_(divisor)
@@ -510,6 +500,12 @@ class BackendCollectives:
         for message in messages:
             self.group.hardware.keep(message)
         parcel.add_up(messages, self.group.rank, into=into, rows=self.group.user.row_places)
+
+
+def _whole(tensor: Tensor, group: OwnGroup) -> Parcel:
+    """Returns a parcel of all of a tensor, in full width."""
+    part_numel = -(-tensor.numel() // group.num_ranks)
+    return FullWidth(equal_parts(group.num_ranks, part_numel, stop=tensor.numel()))
 
 
 def _rooms(sizes: Sequence[int]) -> list[int]:
