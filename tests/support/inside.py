@@ -310,15 +310,15 @@ def late_calls(owner: Any, name: str, *, seconds: float, rank: int | None = None
 
 def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
     """Has rank 0 send late, so that gathers take long. The list that it returns has the buckets that were waited for."""
-    recorder, waited = gathers_of(model)._recorder, []
-    mark = recorder.mark_gather
+    group, waited = gathers_of(model)._exchanges.group, list[int]()
+    waiting = group.waiting
 
-    def noted(bucket: int, moment: str) -> None:
-        if moment == "wait_start":
-            waited.append(bucket)
-        mark(bucket, moment)
+    def noted(name: str = "") -> contextlib.AbstractContextManager[object]:
+        if name.startswith("the parameters of bucket "):
+            waited.append(int(name.split()[-1]))
+        return waiting(name)
 
-    recorder.mark_gather = noted  # type: ignore[method-assign]
+    group.waiting = noted  # type: ignore[method-assign]
     late_calls(_sharding_after_a_step(model).groups.shard.group, "send", seconds=seconds, rank=0)
     return waited
 
