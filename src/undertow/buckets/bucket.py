@@ -425,10 +425,9 @@ class DenseBucket(LiveBucket):
         self._is_hooked = shared.reducer.hook is not None and bool(spec.slots)
         self._reduce_flat = shared.reducer.reducing(getattr(torch, spec.dtype))
         self._own: Tensor | None = None  # a copy of its memory before the last reduction
-        # The previous `.grad` of positions that are unused on this rank, and copies of those that
-        # lie in the bucket, because the reduction overwrites them.
+        # The previous `.grad` of positions that are unused on this rank; of those that lie in the
+        # bucket copies, because the reduction overwrites them.
         self._kept: dict[int, Tensor | None] = {}
-        self._saved: dict[int, Tensor] = {}
         # versions of the views when they were bound; in-place writes increment them
         self._versions = [-1] * len(self.params)
 
@@ -466,7 +465,6 @@ class DenseBucket(LiveBucket):
                 for param in params:
                     param.grad = None
         self._kept = dict.fromkeys(unused)
-        self._saved = {}
         return unused
 
     def _pack_any(self, not_arrived: Collection[int], *, is_rebased: bool) -> list[int]:
@@ -474,12 +472,10 @@ class DenseBucket(LiveBucket):
         grads = [param.grad for param in self.params]
         unused = _unused(grads, not_arrived)
         self._kept = {}
-        self._saved = {}
         for position in unused:  # and no reference to a view is left
+            self._kept[position] = grads[position]
             if grads[position] is memory.views[position]:
-                self._saved[position] = memory.views[position].clone()
-            else:
-                self._kept[position] = grads[position]
+                self._kept[position] = memory.views[position].clone()
         for param in self.params:
             param.grad = None
         num_in_place = sum(map(is_, grads, memory.views))
@@ -557,7 +553,7 @@ class DenseBucket(LiveBucket):
         return (self.memory.gradients,)
 
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
-        if self._kept or self._saved:
+        if self._kept:
             self._bind_some(used_elsewhere)
         else:
             with private.as_plain_tensors():  # a third faster
@@ -568,15 +564,9 @@ class DenseBucket(LiveBucket):
     def _bind_some(self, used_elsewhere: Collection[int]) -> None:
         """Binds used positions, and gives the others their previous `.grad` back."""
         for position, (param, view) in enumerate(zip(self.params, self.memory.views, strict=True)):
-            is_restored = position not in used_elsewhere
-            if is_restored and position in self._kept:
-                param.grad = self._kept[position]
-                continue
-            if is_restored and position in self._saved:
-                view.copy_(self._saved[position])
-            param.grad = view
+            is_restored = position in self._kept and position not in used_elsewhere
+            param.grad = self._kept[position] if is_restored else view
         self._kept = {}
-        self._saved = {}
         self.note_known()
 
     def is_written(self, position: int) -> bool:

@@ -229,9 +229,7 @@ class ShardedBucket(DenseBucket):
     def bind(self, used_elsewhere: Collection[int] = ()) -> None:
         """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
         reduced, self._reduced = self._reduced, self.shard
-        unused: dict[int, Tensor | None] = {**self._kept, **self._saved}
-        self._kept = {}
-        self._saved = {}
+        unused, self._kept = self._kept, {}
         for position, (placeholder, part) in enumerate(self._own_parts):
             if position in unused and position not in used_elsewhere:
                 self.params[position].grad = self._before.get(position, unused[position])
