@@ -238,10 +238,6 @@ class CurrentPlan:
         self.change, self._left = None, frozenset()
         self._apply_factor()
 
-    def forget_buckets(self) -> None:
-        """Discards the records of buckets that were empty."""
-        self._recorder.forgets_buckets()
-
     def _apply_factor(self) -> None:
         """Called when there are other parameters; new ones may train before the change is in
         force."""
@@ -302,31 +298,25 @@ class CurrentPlan:
         layout = compiled.layout
         if layout.strategy.gather is None:
             if plan is not None:
-                self._move(Change(hooks.named_params, plan, compiled.reducer))
+                self._move(plan)
             return
         if plan is not None:
             hooks.next_plan = plan
         if hooks.next_plan is not None and not layout.holds_shards:
             self.wait_for_parameters()
             layout.make_gradients_whole(hooks.named_params)
-            self._move(self._planned(hooks.named_params, compiled.reducer))
+            self._move(self._planned(hooks.named_params, compiled.reducer).plan)
 
-    def _move(self, change: Change) -> None:
+    def _move(self, plan: Plan) -> None:
         """Puts another plan of the same parameters in force."""
         before = self.compiled
         self.note_written()
-        moved = CompiledPlan(
-            change.plan,
-            before.params,
-            change.reducer,
-            self._recorder,
-            before=before,
-        )
+        moved = CompiledPlan(plan, before.params, before.reducer, self._recorder, before=before)
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
         before.let_go()
         _ = moved.buckets
         self.compiled = moved
-        self.hooks.regroup(change.plan)
+        self.hooks.regroup(plan)
 
     def round_ended(self) -> None:
         """Called after a round that all ranks have found sound: sends measurements."""

@@ -59,7 +59,7 @@ class Meeting:
         plans = self._plans
         with gradients_aside(self._compiled.params):
             self._round.wait()
-        plans.forget_buckets()
+        self._compiled.recorder.forgets_buckets()
         require_sound(self._round, rank=self._group.rank, places=self._group.watch.ask)
         plans.require_changed_alike(self._round)
         change = plans.change
