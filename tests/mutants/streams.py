@@ -102,7 +102,7 @@ REMOVALS = (
     ),
     Removal("sharded/steps.py", "                handle.wait()\n        for slot", "                pass\n        for slot"),
     Removal("engine/tuning.py", "        exchange.handle.wait()\n", ""),
-    Removal("sync/mean_over_ranks.py", "            self._handle.wait()", "            pass"),
+    Removal("sync/handles.py", "            self._handle.wait()", "            pass"),
     Removal("ranks/agreement.py", "        handle.wait()\n        _replace", "        _replace"),
     Removal("ranks/agreement.py", "        handle.wait()\n        _write", "        _write"),
     Removal("by_hand/average.py", "            handle.wait()", "            pass"),
@@ -161,7 +161,7 @@ REMOVALS = (
     Removal("buckets/finite.py", "parts[0].is_sparse and not is_host", "parts[0].is_sparse and False"),
     Removal("buckets/comm_hook.py", "if not group.hardware.is_host:", "if False:"),
     Removal(
-        "sync/mean_over_ranks.py",
+        "sync/handles.py",
         "if isinstance(number, Tensor) and not (device.is_host or device_of",
         "if False and not (device.is_host or device_of",
     ),

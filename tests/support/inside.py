@@ -47,7 +47,7 @@ from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
 from undertow.sharded.shards import FlatParams
 from undertow.sharded.steps import Sharding
-from undertow.sync.mean_over_ranks import MeanOverRanks
+from undertow.sync.handles import MeanOverRanks
 from undertow.torch_private import private
 from undertow.torch_private.private import interrupt, timeout_of  # noqa: F401  # for tests
 

@@ -47,10 +47,9 @@ from undertow.sharded.steps import (
     full_gradient,
 )
 from undertow.sync.dropped import let_go
+from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
-from undertow.sync.mean_over_ranks import MeanOverRanks, start_mean
 from undertow.sync.measurements import explanation_of, measured_profile, sweep
-from undertow.sync.reduction import Reduction, name_of_op, start_reduction
 from undertow.sync.tracing import save_trace, trace_at_end
 from undertow.torch_private import private
 from undertow.torch_private.module_hook import ModuleHook, before_loads, cut_graphs
