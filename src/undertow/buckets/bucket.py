@@ -16,8 +16,8 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_
 from sys import getrefcount
@@ -398,22 +398,16 @@ class LiveBucket(ABC):
 
     def _mark_nonfinite(self, values: Sequence[Tensor]) -> None:
         """Looks at values to be sent, if anybody asks."""
-        reducer = self.shared.reducer
-        is_later = any(parcel.inspect is not None for parcel in self.encoded)
-        if reducer.finite is not None and not is_later:
-            reducer.finite.check(values, self.spec, self.trailer, reducer.largest_sent(self.spec))
+        finite = self.shared.reducer.finite
+        if finite is not None:
+            largest = torch.finfo(getattr(torch, self.spec.dtype)).max
+            for parcel in self.encoded[:1]:  # the first message that has these values
+                largest = min(largest, parcel.wire.largest)
+            finite.check(values, self.spec, self.trailer, largest)
 
     def _travels_in(self, parcels: Sequence[Parcel | None], wire_bytes: int) -> None:
         self.encoded = [parcel for parcel in parcels if isinstance(parcel, Encoded)]
         self.wire_bytes = wire_bytes
-
-    def _inspected(self, parcel: Parcel) -> Parcel:
-        """Returns the parcel; in a format it looks at its messages if the settings ask for it."""
-        finite = self.shared.reducer.finite
-        if finite is None or not isinstance(parcel, Encoded):
-            return parcel
-        inspect = partial(finite.check_messages, parcel, self.spec, self.trailer)
-        return replace(parcel, inspect=inspect)
 
 
 class DenseBucket(LiveBucket):
@@ -433,15 +427,9 @@ class DenseBucket(LiveBucket):
 
     def _make_parcels(self) -> None:
         """Decides how its values travel."""
-        spec, parcel = self.spec, self.shared.reducer.parcel_of(self.spec)
-        self._parcel: Parcel | None = parcel
+        parcel = self._parcel = self.shared.reducer.parcel_of(self.spec)
         if parcel is not None:
-            # The last bucket tells if this rank has found any. In full width, it may tell before
-            # the posting thread has looked at messages.
-            if self.shared.plan.buckets[-1].wire is not None:
-                self._parcel = self._inspected(parcel)
-            num_bytes = parcel.payload(spec.itemsize) + spec.trailer_bytes
-            self._travels_in([self._parcel], num_bytes)
+            self._travels_in([parcel], parcel.payload(0) + self.spec.trailer_bytes)
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time

@@ -95,8 +95,3 @@ class Reducer:
         """
         dtype = getattr(torch, spec.dtype)
         return accumulation_dtype(dtype) != dtype or any(plan.wires)
-
-    def largest_sent(self, spec: Bucket) -> float:
-        """Returns the largest number that stays finite in the format of a bucket."""
-        largest = torch.finfo(getattr(torch, spec.dtype)).max
-        return largest if spec.wire is None else min(largest, WIRES[spec.wire].largest)

@@ -112,7 +112,6 @@ class P2PCollectives:
         tag = next(self._tags)
 
         def post() -> Task:
-            # First, because a parcel's `inspect` may write into the trailer.
             sent = parcel.messages(tensor, self._taken)
             add_up_flags = None
             if trailer is not None:
@@ -380,7 +379,7 @@ class BackendCollectives:
             parcel = _whole(tensor, self.group)
         mean = self._all_reduce(tensor, parcel, self._divisor)
         of_trailer: tuple[Work, ...] = ()
-        if trailer is not None:  # last, because a parcel's `inspect` may write into it
+        if trailer is not None:
             of_trailer = self.group.all_reduce_async(trailer).works
         return Handle(*of_trailer, *mean.works, finish=mean.wait)
 

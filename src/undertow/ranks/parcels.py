@@ -75,8 +75,7 @@ class Encoded:
     the others in `dtype`. It has the methods of `FullWidth`.
 
     `codings` notes when the host encoded and decoded values; its owner empties it. Unless values
-    are on the host (`is_host`), both run on a stream, and nothing is noted. `inspect` is called
-    with all messages before they are sent.
+    are on the host (`is_host`), both run on a stream, and nothing is noted.
     """
 
     wire: Wire
@@ -85,7 +84,6 @@ class Encoded:
     parts: Sequence[range]
     is_narrow: ClassVar = True
     codings: list[Coding] = field(default_factory=list, compare=False)
-    inspect: Callable[[Sequence[Tensor]], object] | None = None
     is_host: bool = True
 
     def payload(self, itemsize: int) -> int:
@@ -106,8 +104,6 @@ class Encoded:
         with self._noted("encode"):
             for index, part in enumerate(self.parts):
                 self._encode(values[part.start : part.stop], index, found[index])
-        if self.inspect is not None:
-            self.inspect(found)
         return found
 
     def write(self, part: Tensor, index: int, message: Tensor) -> None:
@@ -139,14 +135,6 @@ class Encoded:
 
     def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
         self._decode_all(messages, into, adds=False)
-
-    def extremes(self, messages: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns a number for each block of each part, not finite if a value of it arrives so.
-
-        And the values in full width of each part.
-        """
-        views = [self._views(message, index) for index, message in enumerate(messages)]
-        return [self.wire.extremes(narrow) for narrow, _ in views], [wide for _, wide in views]
 
     def add_to(self, messages: Sequence[Tensor], values: Tensor) -> None:
         """Adds the values of the message of each part to the whole bucket `values`."""

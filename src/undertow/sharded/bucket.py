@@ -164,9 +164,7 @@ class ShardedBucket(DenseBucket):
         self._copies: list[Callable[[], None]] = []
 
     def _make_parcels(self) -> None:
-        parcel, crossing = self._groups.parcels_of(self.spec)
-        parcel = self._inspected(parcel)
-        self._parcels = parcel, crossing
+        self._parcels = parcel, crossing = self._groups.parcels_of(self.spec)
         num_bytes = self._groups.wire_bytes(self.spec, parcel, crossing)
         self._travels_in([parcel, crossing], num_bytes)
 
