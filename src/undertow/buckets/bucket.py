@@ -246,13 +246,12 @@ class LiveBucket(ABC):
         """
 
     @abstractmethod
-    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
         """Sends the packed gradients and the trailer.
 
         Args:
             keeps_own: A copy of this rank's gradients is kept if the reduction rounds them.
             is_apart: The result must not replace an earlier one; only shards have memory for that.
-            is_awaited_at_once: The end of the collective needs no mark: the wait has one.
         """
 
     def launch_across(self) -> None:
@@ -517,15 +516,15 @@ class DenseBucket(LiveBucket):
         for view in absent:
             view.zero_()
 
-    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
-        reducer, recorder, flat = self.shared.reducer, self.shared.recorder, self.memory.flat
+    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
+        reducer, flat = self.shared.reducer, self.memory.flat
         for gap in self.memory.gaps:
             gap.zero_()
         if reducer.finite is not None:
             self._mark_nonfinite(self.values())
         is_kept = keeps_own and reducer.rounds(self.spec, self.shared.plan)
         self._own = flat.clone() if is_kept else None
-        self.marks.launched = recorder.mark()
+        self.marks.launched = self.shared.recorder.mark()
         if self._is_hooked:
             self.handles = self._reduce_with_trailer(self.values())
         elif self._parcel is None:
@@ -534,8 +533,6 @@ class DenseBucket(LiveBucket):
             assert reducer.exchanges is not None  # which send the parcel
             handle = reducer.exchanges.all_reduce(flat, self._parcel, trailer=self.memory.trailer)
             self.handles = [handle]
-        if not is_awaited_at_once:
-            recorder.completes(self.marks, self.handles[0])
 
     def values(self) -> Sequence[Tensor]:
         return (self.memory.gradients,)
@@ -615,12 +612,10 @@ class SparseBucket(LiveBucket):
             param.grad = None
         return unused
 
-    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
         self._mark_nonfinite(self._values)
         self.marks.launched = self.shared.recorder.mark()
         self.handles = self._reduce_with_trailer(self._values)
-        if not is_awaited_at_once:
-            self.shared.recorder.completes(self.marks, self.handles[0])
 
     def values(self) -> Sequence[Tensor]:
         return self._values

@@ -427,13 +427,16 @@ class Round:
         return self.hooks.not_arrived(spec.params, self.hooks.arrivals.missing(spec.index))
 
     def _launch(self, bucket: LiveBucket) -> None:
-        # At the end of the backward of one model, a single bucket is waited for at once.
-        is_alone = len(self.compiled.buckets) == 1 and len(self.compiled.recorder.in_backward) <= 1
         bucket.launch(
             keeps_own=self.terms.keeps_own,
             is_apart=self.has_failed or self.kind is RoundKind.RETIRE,
-            is_awaited_at_once=is_alone and private.graph_task_id() != -1,
         )
+        recorder = self.compiled.recorder
+        # At the end of the backward of one model, a single bucket is waited for at once: the end of
+        # its collective needs no mark.
+        is_alone = len(self.compiled.buckets) == 1 and len(recorder.in_backward) <= 1
+        if not is_alone or private.graph_task_id() == -1:
+            recorder.completes(bucket.marks, bucket.handles[0])
 
     def _all_reduce(self, bucket: LiveBucket) -> None:
         # On a mesh it is the second collective of a sharded bucket.
@@ -441,6 +444,7 @@ class Round:
             self._launch(bucket)
         else:
             bucket.launch_across()
+            self.compiled.recorder.completes(bucket.marks, bucket.handles[0])
 
     def _own_facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some

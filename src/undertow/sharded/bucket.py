@@ -189,10 +189,10 @@ class ShardedBucket(DenseBucket):
     def _copy_in(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
         self._copies.append(partial(super()._copy_in, start, grads, are_new=are_new))
 
-    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
-        shard, recorder, memory = self._groups.shard, self.shared.recorder, self.memory
+    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
+        memory = self.memory
         self._reduced = torch.empty_like(self.shard) if is_apart or self.live else self.shard
-        self.marks.launched = recorder.mark()
+        self.marks.launched = self.shared.recorder.mark()
         copies = self._copies
 
         def pack() -> None:
@@ -202,11 +202,10 @@ class ShardedBucket(DenseBucket):
             self._mark_nonfinite((memory.gradients,))
 
         parcel, _ = self._parcels
-        handle = shard.reduce_scatter(
+        handle = self._groups.shard.reduce_scatter(
             memory.flat, self._reduced, parcel, trailer=memory.trailer, pack=pack
         )
         self.handles = [handle]
-        recorder.completes(self.marks, handle)
 
     def launch_across(self) -> None:
         replicate = self._groups.replicate
@@ -218,7 +217,6 @@ class ShardedBucket(DenseBucket):
             self.handles[0], self._reduced, crossing, trailer=self.memory.trailer
         )
         self.handles = [handle]
-        self.shared.recorder.completes(self.marks, handle)
 
     def values(self) -> Sequence[Tensor]:
         return (self._reduced,)
