@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -24,7 +23,6 @@ from undertow.engine.tuning import Tuning
 from undertow.plan import Plan
 from undertow.schedule.tracker import Arrivals, BucketArrivals
 from undertow.torch_private import private
-from undertow.torch_private.module_hook import ModuleHook
 from undertow.tune import Tuner
 
 _is_trained = attrgetter("requires_grad")
@@ -273,29 +271,6 @@ def is_outermost_forward() -> bool:
     """Returns False in a recomputation inside a backward and in an evaluation, for which no other
     rank waits."""
     return private.graph_task_id() == -1 and torch.is_grad_enabled()
-
-
-def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
-    """Warns once if a gradient arrives before the next forward of `module`.
-
-    Its own forward ran before `close()`.
-    """
-    # not the module: parameters' hooks would hold it, and the garbage collector does not see them
-    name = type(module).__name__
-    hooks: list[RemovableHandle] = []
-
-    def arrives(_param: Tensor) -> None:
-        remove_all(hooks)
-        warnings.warn(
-            "this backward averages nothing: the model was closed between its forward and this "
-            "backward.\n"
-            f"  {name}\n  Call close() after the last backward.",
-            stacklevel=2,
-        )
-
-    hooks.append(module.register_forward_pre_hook(ModuleHook(module, partial(remove_all, hooks))))
-    with private.as_plain_tensors():  # parameters in flight may never arrive
-        hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
 
 
 class OutermostEnd:

@@ -29,7 +29,6 @@ from undertow.engine.hooks import (
     earlier_watchers,
     is_outermost_forward,
     is_watched,
-    warn_of_late_backward,
 )
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward, Gradients, params_of, settings_of
@@ -46,7 +45,7 @@ from undertow.sharded.steps import (
     ShardedSteps,
     full_gradient,
 )
-from undertow.sync.dropped import let_go
+from undertow.sync.dropped import let_go, warn_of_late_backward
 from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
 from undertow.sync.measurements import explanation_of, measured_profile, sweep
