@@ -144,7 +144,7 @@ REMOVALS = (
     Removal("buckets/bucket.py", "        self._keep(self._late.values())\n", ""),
     Removal("sharded/steps.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),
     Removal("sharded/steps.py", "gradient = self.group.hardware.keep(own[slot.param][0])", "gradient = own[slot.param][0]"),
-    Removal("sharded/shards.py", "device_of(param.device).keep(param)", "param"),
+    Removal("sharded/bucket.py", "device_of(param.device).keep(param)", "param"),
     Removal("optim/state.py", "return device_of(state.device).keep(state)", "return state"),
     Removal("ranks/parcels.py", "            forget_scratch()  # this", "            pass  # this"),
     # Streams

@@ -45,7 +45,6 @@ from undertow.ranks.transport import OwnGroup, _ThreadWork
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
-from undertow.sharded.shards import FlatParams
 from undertow.sharded.steps import Sharding
 from undertow.sync.handles import MeanOverRanks
 from undertow.torch_private import private
@@ -360,7 +359,7 @@ def shorten_patience(factor: float) -> None:
         setattr(patience, name, factor * getattr(patience, name))
 
 
-CODE_OF_GATHERS, CODE_OF_ROUNDS, CODE_OF_SHARDS = Gathers, Engine, FlatParams
+CODE_OF_GATHERS, CODE_OF_ROUNDS = Gathers, Engine
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
     "sends": ("shard", "send"),

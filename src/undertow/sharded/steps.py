@@ -27,10 +27,15 @@ from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import Agreement
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
-from undertow.sharded.bucket import GradientPlaceholder, ShardedBucket
+from undertow.sharded.bucket import (
+    FlatParams,
+    GradientPlaceholder,
+    ShardedBucket,
+    ShardPart,
+    in_memory_order,
+)
 from undertow.sharded.gathers import Gathers, wait_before_forwards
 from undertow.sharded.groups import ShardGroups
-from undertow.sharded.shards import FlatParams, ShardPart, in_memory_order
 from undertow.torch_private import private
 
 _grad_of = attrgetter("grad")

@@ -11,8 +11,7 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow import ShardedGradientError
 from undertow.plan import plan_from_groups
-from undertow.sharded.bucket import GradientPlaceholder
-from undertow.sharded.shards import FlatParams
+from undertow.sharded.bucket import FlatParams, GradientPlaceholder
 from undertow.torch_private import private
 
 
