@@ -116,9 +116,9 @@ REMOVALS = (
     # Events
     Removal(
         "buckets/trailer.py",
-        "        reduced = device.to_host(self._told())\n        mine = device.to_host(self._sent)\n"
+        "        reduced = device.to_host(self._memory[: self._sent.numel()])\n        mine = device.to_host(self._sent)\n"
         "        return Snapshot(self, reduced, mine, copied=device.record())",
-        "        copied = device.record()\n        reduced, mine = device.to_host(self._told()), device.to_host(self._sent)\n"
+        "        copied = device.record()\n        reduced, mine = device.to_host(self._memory[: self._sent.numel()]), device.to_host(self._sent)\n"
         "        return Snapshot(self, reduced, mine, copied=copied)",
     ),
     Removal("buckets/trailer.py", "return self.copied.query()", "return True"),
