@@ -37,6 +37,7 @@ class Removal(NamedTuple):
 
 EXCHANGES, HARDWARE = "ranks/exchanges.py", "self.group.hardware"
 KEEPS_SENT = f"{HARDWARE}.keep(sent)  # held until now, because the backend reads it\n"
+TOLD, MINE = "device.to_host(self._memory[: self._sent.numel()])", "device.to_host(self._sent)"
 REMOVALS = (
     # Waits
     Removal(
@@ -116,9 +117,8 @@ REMOVALS = (
     # Events
     Removal(
         "buckets/trailer.py",
-        "        reduced = device.to_host(self._memory[: self._sent.numel()])\n        mine = device.to_host(self._sent)\n"
-        "        return Snapshot(self, reduced, mine, copied=device.record())",
-        "        copied = device.record()\n        reduced, mine = device.to_host(self._memory[: self._sent.numel()]), device.to_host(self._sent)\n"
+        f"        reduced = {TOLD}\n        mine = {MINE}\n        return Snapshot(self, reduced, mine, copied=device.record())",
+        f"        copied = device.record()\n        reduced, mine = {TOLD}, {MINE}\n"
         "        return Snapshot(self, reduced, mine, copied=copied)",
     ),
     Removal("buckets/trailer.py", "return self.copied.query()", "return True"),
