@@ -134,7 +134,7 @@ class FlatParams:
         *,
         rank: int,
         num_ranks: int,
-        num_replicas: int = 1,
+        num_shards: int,
         param_wire: str | None = None,
     ) -> None:
         self.params = tuple(params)
@@ -142,7 +142,6 @@ class FlatParams:
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
         # [ranks * shard]
         self.flat = torch.zeros(num_ranks * bucket.shard_numel, dtype=dtype, device=bucket.device)
-        num_shards = num_ranks // num_replicas
         parts = bucket.parts(num_shards, num_ranks=num_ranks)
         shard = parts[rank]
         owners = bucket.owners or [None] * len(params)

@@ -62,14 +62,13 @@ class Sharding(Layout):
         self.exchanges = groups.axes
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
-        num_replicas = plan.num_ranks // self.group.num_ranks
         self.flats = [
             FlatParams(
                 bucket,
                 [params[index] for index in bucket.params],
                 rank=self.group.rank,
                 num_ranks=plan.num_ranks,
-                num_replicas=num_replicas,
+                num_shards=self.group.num_ranks,
                 param_wire=groups.param_wire,
             )
             for bucket in plan.buckets
