@@ -428,7 +428,7 @@ class DenseBucket(LiveBucket):
         """Decides how its values travel."""
         parcel = self._parcel = self.shared.reducer.parcel_of(self.spec)
         if parcel is not None:
-            self._travels_in([parcel], parcel.payload(0) + self.spec.trailer_bytes)
+            self._travels_in([parcel], sum(parcel.sizes) + self.spec.trailer_bytes)
 
     def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
