@@ -236,7 +236,7 @@ class LiveBucket(ABC):
                 hardware.keep(grad)
 
     @abstractmethod
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int]) -> list[int]:
         """Moves every gradient out of `.grad`, leaving None, and returns the positions unused on
         this rank.
 
@@ -263,7 +263,7 @@ class LiveBucket(ABC):
         """Returns the reduced values: of a dense bucket in one tensor, or each sparse gradient."""
 
     @abstractmethod
-    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int]) -> None:
         """Binds `.grad` to the reduced values.
 
         Positions unused here are bound too if they are in `used_elsewhere`; the others get their
@@ -430,7 +430,7 @@ class DenseBucket(LiveBucket):
         if parcel is not None:
             self._travels_in([parcel], sum(parcel.sizes) + self.spec.trailer_bytes)
 
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int]) -> list[int]:
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
             with torch.no_grad():
                 return DenseBucket.pack(self, not_arrived)
@@ -537,7 +537,7 @@ class DenseBucket(LiveBucket):
     def values(self) -> Sequence[Tensor]:
         return (self.memory.gradients,)
 
-    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int]) -> None:
         if self._kept:
             self._bind_some(used_elsewhere)
         else:
@@ -602,7 +602,7 @@ class SparseBucket(LiveBucket):
         self._kept: dict[int, Tensor | None] = {}
 
     @torch.no_grad()
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int]) -> list[int]:
         grads = [param.grad for param in self.params]
         unused = _unused(grads, not_arrived)
         self._kept = {position: grads[position] for position in unused}
@@ -620,7 +620,7 @@ class SparseBucket(LiveBucket):
     def values(self) -> Sequence[Tensor]:
         return self._values
 
-    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int]) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
         for position, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
             if position in restored:

@@ -397,7 +397,7 @@ class ShardedBucket(DenseBucket):
         grads = map(_grad_of, self.params)
         self._keep(it.added if isinstance(it, GradientPlaceholder) else it for it in grads)
 
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int]) -> list[int]:
         self._copies = []
         self._before = {}
         live: set[int] = set()  # positions with an earlier part
@@ -447,7 +447,7 @@ class ShardedBucket(DenseBucket):
         return (self._reduced,)
 
     @torch.no_grad()
-    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int]) -> None:
         """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
         reduced, self._reduced = self._reduced, self.shard
         unused, self._kept = self._kept, {}
