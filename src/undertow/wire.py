@@ -64,12 +64,6 @@ class Wire(Protocol):
             adds: True adds.
         """
 
-    def extremes(self, message: Tensor) -> Tensor:
-        """Returns a number for each block, which is not finite if a value of it arrives so.
-
-        [numel // block] of a floating-point dtype
-        """
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
@@ -100,11 +94,6 @@ class Cast:
         for start in range(0, into.numel(), _CHUNK_NUMEL):
             chunk = into[start : start + _CHUNK_NUMEL]
             chunk.add_(_scratch(chunk).copy_(values[start : start + _CHUNK_NUMEL]))
-
-    def extremes(self, message: Tensor) -> Tensor:
-        import torch
-
-        return message.view(getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +127,6 @@ class BlockInt8:
         for start in range(0, len(blocks), step):
             chunk = slice(start, start + step)
             _decode_blocks(codes[chunk], scales[chunk], blocks[chunk], adds=adds)
-
-    def extremes(self, message: Tensor) -> Tensor:
-        _, scales = self._views(message, message.numel() // self.num_bytes(self.block))
-        return scales.view(-1) * _LARGEST_CODE
 
     def _views(self, message: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Returns the codes and the scales in `message`.

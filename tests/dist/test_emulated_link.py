@@ -153,10 +153,10 @@ def scatter_and_gather(link: EmulatedLink) -> Exchanged:
     numel = NUM_BYTES // 4 // size
     storages = [noise(numel * size + 1, rank=peer) for peer in range(size)]
     shard, gathered = torch.empty(numel), torch.empty(numel * size)
-    trailer = range(numel * size, numel * size + 1)
+    storage = storages[rank].clone()
     with posted_exchanges() as exchanges:
         began_s = begin_together(link)
-        exchanges.reduce_scatter(storages[rank].clone(), shard, equal_shards(size, numel), trailer=trailer).wait()
+        exchanges.reduce_scatter(storage, shard, equal_shards(size, numel), trailer=storage[numel * size :]).wait()
         gathered.view(size, -1)[rank] = shard
         exchanges.all_gather(gathered, equal_shards(size, numel).parts, number=0).wait()
         ended_s = time.perf_counter()

@@ -254,9 +254,6 @@ class Halves:
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:
         into.copy_(message.view(torch.float16).to(into.dtype) + (into if adds else 0))
 
-    def extremes(self, message: Tensor) -> Tensor:
-        return message.view(torch.float16)
-
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])

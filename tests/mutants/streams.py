@@ -37,6 +37,7 @@ class Removal(NamedTuple):
 
 EXCHANGES, HARDWARE = "ranks/exchanges.py", "self.group.hardware"
 KEEPS_SENT = f"{HARDWARE}.keep(sent)  # held until now, because the backend reads it\n"
+TOLD, MINE = "device.to_host(self._memory[: self._sent.numel()])", "device.to_host(self._sent)"
 REMOVALS = (
     # Waits
     Removal(
@@ -102,7 +103,7 @@ REMOVALS = (
     ),
     Removal("sharded/steps.py", "                handle.wait()\n        for slot", "                pass\n        for slot"),
     Removal("engine/tuning.py", "        exchange.handle.wait()\n", ""),
-    Removal("sync/mean_over_ranks.py", "            self._handle.wait()", "            pass"),
+    Removal("sync/handles.py", "            self._handle.wait()", "            pass"),
     Removal("ranks/agreement.py", "        handle.wait()\n        _replace", "        _replace"),
     Removal("ranks/agreement.py", "        handle.wait()\n        _write", "        _write"),
     Removal("by_hand/average.py", "            handle.wait()", "            pass"),
@@ -116,9 +117,8 @@ REMOVALS = (
     # Events
     Removal(
         "buckets/trailer.py",
-        "        reduced = device.to_host(self._told())\n        mine = device.to_host(self._sent)\n"
-        "        return Snapshot(self, reduced, mine, copied=device.record())",
-        "        copied = device.record()\n        reduced, mine = device.to_host(self._told()), device.to_host(self._sent)\n"
+        f"        reduced = {TOLD}\n        mine = {MINE}\n        return Snapshot(self, reduced, mine, copied=device.record())",
+        f"        copied = device.record()\n        reduced, mine = {TOLD}, {MINE}\n"
         "        return Snapshot(self, reduced, mine, copied=copied)",
     ),
     Removal("buckets/trailer.py", "return self.copied.query()", "return True"),
@@ -144,7 +144,7 @@ REMOVALS = (
     Removal("buckets/bucket.py", "        self._keep(self._late.values())\n", ""),
     Removal("sharded/steps.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),
     Removal("sharded/steps.py", "gradient = self.group.hardware.keep(own[slot.param][0])", "gradient = own[slot.param][0]"),
-    Removal("sharded/shards.py", "device_of(param.device).keep(param)", "param"),
+    Removal("sharded/bucket.py", "device_of(param.device).keep(param)", "param"),
     Removal("optim/state.py", "return device_of(state.device).keep(state)", "return state"),
     Removal("ranks/parcels.py", "            forget_scratch()  # this", "            pass  # this"),
     # Streams
@@ -157,11 +157,10 @@ REMOVALS = (
     Removal("buckets/trailer.py", "bits if device.is_host else device.to_device(bits, bits.dtype)", "bits"),
     Removal("buckets/trailer.py", "mine[place].copy_(device.to_device(bits, bits.dtype))", "mine[place].copy_(bits)"),
     Removal("buckets/finite.py", "if is_host and not not_finite(values", "if not not_finite(values"),
-    Removal("buckets/finite.py", "if is_host and not not_finite(extremes", "if not not_finite(extremes"),
     Removal("buckets/finite.py", "parts[0].is_sparse and not is_host", "parts[0].is_sparse and False"),
     Removal("buckets/comm_hook.py", "if not group.hardware.is_host:", "if False:"),
     Removal(
-        "sync/mean_over_ranks.py",
+        "sync/handles.py",
         "if isinstance(number, Tensor) and not (device.is_host or device_of",
         "if False and not (device.is_host or device_of",
     ),

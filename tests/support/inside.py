@@ -32,8 +32,8 @@ from undertow.checkpoint import files as checkpoint_files
 from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.engine import params as module_params
-from undertow.engine.compiled_plan import CompiledPlan
 from undertow.engine.engine import Engine
+from undertow.engine.round import CompiledPlan
 from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
@@ -45,9 +45,8 @@ from undertow.ranks.transport import OwnGroup, _ThreadWork
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
-from undertow.sharded.shards import FlatParams
 from undertow.sharded.steps import Sharding
-from undertow.sync.mean_over_ranks import MeanOverRanks
+from undertow.sync.handles import MeanOverRanks
 from undertow.torch_private import private
 from undertow.torch_private.private import interrupt, timeout_of  # noqa: F401  # for tests
 
@@ -310,15 +309,15 @@ def late_calls(owner: Any, name: str, *, seconds: float, rank: int | None = None
 
 def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
     """Has rank 0 send late, so that gathers take long. The list that it returns has the buckets that were waited for."""
-    recorder, waited = gathers_of(model)._recorder, []
-    mark = recorder.mark_gather
+    group, waited = gathers_of(model)._exchanges.group, list[int]()
+    waiting = group.waiting
 
-    def noted(bucket: int, moment: str) -> None:
-        if moment == "wait_start":
-            waited.append(bucket)
-        mark(bucket, moment)
+    def noted(name: str = "") -> contextlib.AbstractContextManager[object]:
+        if name.startswith("the parameters of bucket "):
+            waited.append(int(name.split()[-1]))
+        return waiting(name)
 
-    recorder.mark_gather = noted  # type: ignore[method-assign]
+    group.waiting = noted  # type: ignore[method-assign]
     late_calls(_sharding_after_a_step(model).groups.shard.group, "send", seconds=seconds, rank=0)
     return waited
 
@@ -360,7 +359,7 @@ def shorten_patience(factor: float) -> None:
         setattr(patience, name, factor * getattr(patience, name))
 
 
-CODE_OF_GATHERS, CODE_OF_ROUNDS, CODE_OF_SHARDS = Gathers, Engine, FlatParams
+CODE_OF_GATHERS, CODE_OF_ROUNDS = Gathers, Engine
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
     "sends": ("shard", "send"),

@@ -271,20 +271,18 @@ def hide(tensor: Tensor) -> None:
 class FakeCollectives:
     """Exchanges of parts: the results of P2PCollectives. `number` identifies a gather, which ranks start in any order."""
 
-    divides_first = False
-
     def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
         self.group, self._divisor = group, divisor
         self._in_flight = 0
         _thread.rank.exchanges.add(self)
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, parcel: Parcel, *, trailer: range, pack: Callable[[], object] | None = None
+        self, storage: Tensor, shard: Tensor, parcel: Parcel, *, trailer: Tensor, pack: Callable[[], object] | None = None
     ) -> Handle:
         if pack is not None:
             with torch.no_grad():
                 pack()
-        facts, rank = storage[trailer.start : trailer.stop], self.group.rank
+        rank = self.group.rank
 
         def take(brought: list[tuple[list[Tensor], Tensor]]) -> None:
             messages, trailers = zip(*brought, strict=True)
@@ -292,16 +290,16 @@ class FakeCollectives:
             own = shard[: len(parcel.parts[rank])]
             parcel.add_up([of_rank[rank] for of_rank in messages], rank, into=own, rows=())
             own.div_(self._divisor)
-            facts.copy_(sum(trailers))
+            trailer.copy_(sum(trailers))
 
         sent = _messages(parcel, storage)
-        work = self.group.start(f"reduce-scatter of {shard.numel()}", (sent, facts.clone()), take)
+        work = self.group.start(f"reduce-scatter of {shard.numel()}", (sent, trailer.clone()), take)
         hide(shard)
         return Handle(work, complete=self.group.complete)
 
-    def all_reduce(self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: range | None = None) -> Handle:
+    def all_reduce(self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None) -> Handle:
         everything = parcel or FullWidth(equal_parts(1, tensor.numel(), stop=tensor.numel()))
-        facts = tensor[slice(0) if trailer is None else slice(trailer.start, trailer.stop)]
+        facts = tensor[:0] if trailer is None else trailer
 
         def take(brought: list[tuple[list[Tensor], Tensor]]) -> None:
             messages, trailers = zip(*brought, strict=True)

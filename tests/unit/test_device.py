@@ -9,7 +9,7 @@ from support.errors import text_of
 from undertow import ConfigError
 from undertow.device import MAKERS, Accelerator, Host, device_of
 from undertow.ranks.group import BACKENDS, Abilities, GroupRef
-from undertow.sync.mean_over_ranks import _checked
+from undertow.sync.handles import _checked
 
 CPU, CUDA, XPU = map(torch.device, ("cpu", "cuda:1", "xpu"))
 

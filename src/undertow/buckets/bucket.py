@@ -16,8 +16,8 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_
 from sys import getrefcount
@@ -207,7 +207,6 @@ class LiveBucket(ABC):
         self.wire_bytes = spec.wire_bytes if shared.reducer.hook is None else 0
         self.encoded: list[Encoded] = []  # how its values travel, if in a format
         self.handles: list[Handle] = []
-        self._is_packed = False  # by a round that only accumulates
         # by position, gradients that arrived after the bucket was launched
         self._late: dict[int, Tensor] = {}
         # these, on their way in a second collective
@@ -237,7 +236,7 @@ class LiveBucket(ABC):
                 hardware.keep(grad)
 
     @abstractmethod
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int]) -> list[int]:
         """Moves every gradient out of `.grad`, leaving None, and returns the positions unused on
         this rank.
 
@@ -247,13 +246,12 @@ class LiveBucket(ABC):
         """
 
     @abstractmethod
-    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
         """Sends the packed gradients and the trailer.
 
         Args:
             keeps_own: A copy of this rank's gradients is kept if the reduction rounds them.
             is_apart: The result must not replace an earlier one; only shards have memory for that.
-            is_awaited_at_once: The end of the collective needs no mark: the wait has one.
         """
 
     def launch_across(self) -> None:
@@ -265,7 +263,7 @@ class LiveBucket(ABC):
         """Returns the reduced values: of a dense bucket in one tensor, or each sparse gradient."""
 
     @abstractmethod
-    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int]) -> None:
         """Binds `.grad` to the reduced values.
 
         Positions unused here are bound too if they are in `used_elsewhere`; the others get their
@@ -282,23 +280,6 @@ class LiveBucket(ABC):
         self.marks.wait_stop = recorder.mark()
         for parcel in self.encoded:
             self.marks.take_codings(parcel.codings)
-
-    def pack_local(self) -> None:
-        """Packs in a backward that only accumulates.
-
-        Not if a gradient can be differentiated again (`create_graph=True`), which a copy could not.
-        """
-        self._is_packed = not any(
-            param.grad is not None and param.grad.requires_grad for param in self.params
-        )
-        if self._is_packed:
-            self.pack()
-
-    def bind_local(self) -> None:
-        """Binds `.grad` to values of `pack_local`, if it has packed."""
-        if self._is_packed:
-            self._is_packed = False
-            self.bind()
 
     def note_known(self) -> None:
         """Called when a step begins: whatever is in `.grad` now is not a new gradient.
@@ -412,27 +393,20 @@ class LiveBucket(ABC):
 
     def _reduce_with_trailer(self, values: Sequence[Tensor]) -> list[Handle]:
         """Like `_reduce`; a small collective has the trailer."""
-        trailer = self.memory.flat[self.spec.trailer.start :]
-        return [*self._reduce(values), self.shared.reducer.reduce(trailer)]
+        return [*self._reduce(values), self.shared.reducer.reduce(self.memory.trailer)]
 
     def _mark_nonfinite(self, values: Sequence[Tensor]) -> None:
         """Looks at values to be sent, if anybody asks."""
-        reducer = self.shared.reducer
-        is_later = any(parcel.inspect is not None for parcel in self.encoded)
-        if reducer.finite is not None and not is_later:
-            reducer.finite.check(values, self.spec, self.trailer, reducer.largest_sent(self.spec))
+        finite = self.shared.reducer.finite
+        if finite is not None:
+            largest = torch.finfo(getattr(torch, self.spec.dtype)).max
+            for parcel in self.encoded[:1]:  # the first message that has these values
+                largest = min(largest, parcel.wire.largest)
+            finite.check(values, self.spec, self.trailer, largest)
 
     def _travels_in(self, parcels: Sequence[Parcel | None], wire_bytes: int) -> None:
         self.encoded = [parcel for parcel in parcels if isinstance(parcel, Encoded)]
         self.wire_bytes = wire_bytes
-
-    def _inspected(self, parcel: Parcel) -> Parcel:
-        """Returns the parcel; in a format it looks at its messages if the settings ask for it."""
-        finite = self.shared.reducer.finite
-        if finite is None or not isinstance(parcel, Encoded):
-            return parcel
-        inspect = partial(finite.check_messages, parcel, self.spec, self.trailer)
-        return replace(parcel, inspect=inspect)
 
 
 class DenseBucket(LiveBucket):
@@ -442,27 +416,21 @@ class DenseBucket(LiveBucket):
         super().__init__(spec, shared)
         self._make_parcels()
         self._is_hooked = shared.reducer.hook is not None and bool(spec.slots)
+        self._reduce_flat = shared.reducer.reducing(getattr(torch, spec.dtype))
         self._own: Tensor | None = None  # a copy of its memory before the last reduction
-        # The previous `.grad` of positions that are unused on this rank, and copies of those that
-        # lie in the bucket, because the reduction overwrites them.
+        # The previous `.grad` of positions that are unused on this rank; of those that lie in the
+        # bucket copies, because the reduction overwrites them.
         self._kept: dict[int, Tensor | None] = {}
-        self._saved: dict[int, Tensor] = {}
         # versions of the views when they were bound; in-place writes increment them
         self._versions = [-1] * len(self.params)
 
     def _make_parcels(self) -> None:
         """Decides how its values travel."""
-        spec, reducer = self.spec, self.shared.reducer
-        parcel: Parcel | None = reducer.parcel_of(spec)
+        parcel = self._parcel = self.shared.reducer.parcel_of(self.spec)
         if parcel is not None:
-            # The last bucket tells if this rank has found any. In full width, it may tell before
-            # the posting thread has looked at messages.
-            if self.shared.plan.buckets[-1].wire is not None:
-                parcel = self._inspected(parcel)
-            self._travels_in([parcel], parcel.payload(spec.itemsize) + spec.trailer_bytes)
-        self._reduce_flat = reducer.reducing_bucket(spec, parcel)
+            self._travels_in([parcel], sum(parcel.sizes) + self.spec.trailer_bytes)
 
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int]) -> list[int]:
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
             with torch.no_grad():
                 return DenseBucket.pack(self, not_arrived)
@@ -484,7 +452,6 @@ class DenseBucket(LiveBucket):
                 for param in params:
                     param.grad = None
         self._kept = dict.fromkeys(unused)
-        self._saved = {}
         return unused
 
     def _pack_any(self, not_arrived: Collection[int], *, is_rebased: bool) -> list[int]:
@@ -492,12 +459,10 @@ class DenseBucket(LiveBucket):
         grads = [param.grad for param in self.params]
         unused = _unused(grads, not_arrived)
         self._kept = {}
-        self._saved = {}
         for position in unused:  # and no reference to a view is left
+            self._kept[position] = grads[position]
             if grads[position] is memory.views[position]:
-                self._saved[position] = memory.views[position].clone()
-            else:
-                self._kept[position] = grads[position]
+                self._kept[position] = memory.views[position].clone()
         for param in self.params:
             param.grad = None
         num_in_place = sum(map(is_, grads, memory.views))
@@ -551,27 +516,29 @@ class DenseBucket(LiveBucket):
         for view in absent:
             view.zero_()
 
-    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
-        reducer, recorder, flat = self.shared.reducer, self.shared.recorder, self.memory.flat
+    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
+        reducer, flat = self.shared.reducer, self.memory.flat
         for gap in self.memory.gaps:
             gap.zero_()
         if reducer.finite is not None:
             self._mark_nonfinite(self.values())
         is_kept = keeps_own and reducer.rounds(self.spec, self.shared.plan)
         self._own = flat.clone() if is_kept else None
-        self.marks.launched = recorder.mark()
+        self.marks.launched = self.shared.recorder.mark()
         if self._is_hooked:
             self.handles = self._reduce_with_trailer(self.values())
-        else:
+        elif self._parcel is None:
             self.handles = [self._reduce_flat(flat)]
-        if not is_awaited_at_once:
-            recorder.completes(self.marks, self.handles[0])
+        else:
+            assert reducer.exchanges is not None  # which send the parcel
+            handle = reducer.exchanges.all_reduce(flat, self._parcel, trailer=self.memory.trailer)
+            self.handles = [handle]
 
     def values(self) -> Sequence[Tensor]:
         return (self.memory.gradients,)
 
-    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
-        if self._kept or self._saved:
+    def bind(self, used_elsewhere: Collection[int]) -> None:
+        if self._kept:
             self._bind_some(used_elsewhere)
         else:
             with private.as_plain_tensors():  # a third faster
@@ -582,15 +549,9 @@ class DenseBucket(LiveBucket):
     def _bind_some(self, used_elsewhere: Collection[int]) -> None:
         """Binds used positions, and gives the others their previous `.grad` back."""
         for position, (param, view) in enumerate(zip(self.params, self.memory.views, strict=True)):
-            is_restored = position not in used_elsewhere
-            if is_restored and position in self._kept:
-                param.grad = self._kept[position]
-                continue
-            if is_restored and position in self._saved:
-                view.copy_(self._saved[position])
-            param.grad = view
+            is_restored = position in self._kept and position not in used_elsewhere
+            param.grad = self._kept[position] if is_restored else view
         self._kept = {}
-        self._saved = {}
         self.note_known()
 
     def is_written(self, position: int) -> bool:
@@ -641,7 +602,7 @@ class SparseBucket(LiveBucket):
         self._kept: dict[int, Tensor | None] = {}
 
     @torch.no_grad()
-    def pack(self, not_arrived: Collection[int] = ()) -> list[int]:
+    def pack(self, not_arrived: Collection[int]) -> list[int]:
         grads = [param.grad for param in self.params]
         unused = _unused(grads, not_arrived)
         self._kept = {position: grads[position] for position in unused}
@@ -651,17 +612,15 @@ class SparseBucket(LiveBucket):
             param.grad = None
         return unused
 
-    def launch(self, *, keeps_own: bool, is_apart: bool, is_awaited_at_once: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
         self._mark_nonfinite(self._values)
         self.marks.launched = self.shared.recorder.mark()
         self.handles = self._reduce_with_trailer(self._values)
-        if not is_awaited_at_once:
-            self.shared.recorder.completes(self.marks, self.handles[0])
 
     def values(self) -> Sequence[Tensor]:
         return self._values
 
-    def bind(self, used_elsewhere: Collection[int] = ()) -> None:
+    def bind(self, used_elsewhere: Collection[int]) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
         for position, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
             if position in restored:

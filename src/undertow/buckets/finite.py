@@ -8,7 +8,6 @@ from torch import Tensor
 
 from undertow.buckets.trailer import TrailerCodec
 from undertow.plan import Bucket
-from undertow.ranks.parcels import Encoded
 from undertow.torch_private import private
 
 
@@ -17,7 +16,7 @@ class FiniteCheck:
 
     It also finds a gradient that would become infinite in a format. On the host, it reads a bucket
     once, and parameter by parameter only if it finds something. On a device, it reads each gradient
-    once, and the host does not wait. Of encoded values, it reads the messages.
+    once, and the host does not wait.
     """
 
     def __init__(self, *, is_host: bool) -> None:
@@ -39,17 +38,6 @@ class FiniteCheck:
         if this rank has found any.
         """
         bad = bad_slots(values, layout, largest, is_host=self.is_host)
-        self._mark(bad, layout, trailer)
-
-    @torch.no_grad()
-    def check_messages(
-        self, parcel: Encoded, layout: Bucket, trailer: TrailerCodec, messages: Sequence[Tensor]
-    ) -> None:
-        """Like `check`, but looks at the encoded values: of a block, at its scale."""
-        bad = _bad_slots_sent(parcel, layout, messages, is_host=self.is_host)
-        self._mark(bad, layout, trailer)
-
-    def _mark(self, bad: Tensor | None, layout: Bucket, trailer: TrailerCodec) -> None:
         if bad is not None:
             trailer.mark_nonfinite(bad)
             self._found.append(bad.any())
@@ -77,43 +65,11 @@ def bad_slots(
         parts = [flat[slot.start : slot.stop] for slot in layout.slots]
         if is_host and not not_finite(values, largest):
             return None
-    num_encoded = _num_encoded(layout)
+    # Those that a format may encode come first.
+    num_encoded = sum(slot.stop <= layout.narrow_numel for slot in layout.slots)
     largest_wide = torch.finfo(values[0].dtype).max
     groups = [(parts[:num_encoded], largest), (parts[num_encoded:], largest_wide)]
-    return _which_are_bad(groups, is_host=is_host)
-
-
-def _bad_slots_sent(
-    parcel: Encoded, layout: Bucket, messages: Sequence[Tensor], *, is_host: bool
-) -> Tensor | None:
-    extremes, wide = parcel.extremes(messages)
-    largest = torch.finfo(extremes[0].dtype).max
-    largest_wide = torch.finfo(parcel.dtype).max
-    if is_host and not not_finite(extremes, largest) + not_finite(wide, largest_wide):
-        return None
-    of_blocks, rest = torch.cat(extremes), torch.cat(wide)
-    block, num_narrow, num_encoded = parcel.wire.block, parcel.narrow_numel, _num_encoded(layout)
-    encoded = [
-        of_blocks[slot.start // block : -(-slot.stop // block)]
-        for slot in layout.slots[:num_encoded]
-    ]
-    others = [
-        rest[slot.start - num_narrow : slot.stop - num_narrow]
-        for slot in layout.slots[num_encoded:]
-    ]
-    return _which_are_bad([(encoded, largest), (others, largest_wide)], is_host=is_host)
-
-
-def _num_encoded(layout: Bucket) -> int:
-    """Returns the number of slots that a format may encode; they come first."""
-    return sum(slot.stop <= layout.narrow_numel for slot in layout.slots)
-
-
-def _which_are_bad(
-    groups: Sequence[tuple[Sequence[Tensor], float]], *, is_host: bool
-) -> Tensor | None:
-    """Looks at groups of gradients, each with the largest number that is allowed."""
-    found = [_are_bad(parts, largest, is_host=is_host) for parts, largest in groups if parts]
+    found = [_are_bad(some, limit, is_host=is_host) for some, limit in groups if some]
     bad = torch.cat(found)
     return bad if not is_host or bad.any() else None
 

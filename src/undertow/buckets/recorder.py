@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from undertow.device import Accelerator
 from undertow.ranks.parcels import Coding
@@ -21,7 +21,6 @@ _NUM_KEPT = {"off": 0, "summary": 64, "full": None}  # steps
 
 # seconds on a host, an event on a device; only the clock that made it can read it
 Mark: TypeAlias = Any
-Event: TypeAlias = Literal["wait_start", "wait_stop"]
 
 
 @dataclass(slots=True)
@@ -137,7 +136,6 @@ class Recorder:
         self.completes = self._clock.completes if self.is_on else _is_off
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT[level])
         self._now = _StepMarks(step=0)
-        self._gathers: dict[int, BucketMarks] = {}  # the last one of each bucket
         self._new_gathers: dict[int, BucketMarks] = {}  # of the next step
         self._round_stop: Mark = None
         self._round_stop_s = time.perf_counter()
@@ -192,22 +190,14 @@ class Recorder:
         marks = self._now.buckets[bucket] = BucketMarks(num_bytes, kind, ready=self.mark())
         return marks
 
-    def mark_gather(self, bucket: int, event: Event) -> None:
-        """Marks an event of a gather."""
-        setattr(self._gathers[bucket], event, self.mark())
-
-    def take_gather_codings(self, bucket: int, noted: list[Coding]) -> None:
-        """Moves the codings of a gather that has arrived to its record."""
-        self._gathers[bucket].take_codings(noted)
-
     def gather_launches(self, bucket: int, *, num_bytes: int) -> BucketMarks:
         """Records a gather after an optimizer step.
 
-        It counts for the step whose forward it overlaps. Returns its marks.
+        It counts for the step whose forward it overlaps. Returns its marks, into which the caller
+        writes the later ones.
         """
         mark = self.mark()
         marks = BucketMarks(num_bytes, "all_gather", ready=mark, launched=mark)
-        self._gathers[bucket] = marks
         self._new_gathers[bucket] = marks
         return marks
 

@@ -16,7 +16,7 @@ from undertow.config import SyncConfig, refused
 from undertow.plan import Bucket, Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import Collectives, accumulation_dtype, exchanges_over
-from undertow.ranks.parcels import Encoded, Parcel
+from undertow.ranks.parcels import Encoded
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.wire import WIRES
 
@@ -69,13 +69,6 @@ class Reducer:
         dtype, is_host = getattr(torch, spec.dtype), self.group.hardware.is_host
         return Encoded(WIRES[spec.wire], dtype, spec.narrow_numel, parts, is_host=is_host)
 
-    def reducing_bucket(self, spec: Bucket, parcel: Parcel | None) -> Callable[[Tensor], Handle]:
-        """Returns the call that starts to reduce the storage of a dense bucket in place."""
-        if parcel is None or self.exchanges is None:
-            return self.reducing(getattr(torch, spec.dtype))
-        trailer = range(spec.trailer.start, spec.storage_numel)
-        return partial(self.exchanges.all_reduce, parcel=parcel, trailer=trailer)
-
     def reducing(self, dtype: torch.dtype) -> Callable[[Tensor], Handle]:
         """Returns the call that starts to reduce a dense tensor of `dtype` in place, in full
         width."""
@@ -102,8 +95,3 @@ class Reducer:
         """
         dtype = getattr(torch, spec.dtype)
         return accumulation_dtype(dtype) != dtype or any(plan.wires)
-
-    def largest_sent(self, spec: Bucket) -> float:
-        """Returns the largest number that stays finite in the format of a bucket."""
-        largest = torch.finfo(getattr(torch, spec.dtype)).max
-        return largest if spec.wire is None else min(largest, WIRES[spec.wire].largest)

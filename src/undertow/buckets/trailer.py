@@ -122,22 +122,16 @@ class TrailerCodec:
 
         None if every rank used the same parameters and none had anything to report.
         """
-        told = self._told()
+        # A view of the moment: one that is kept would count as other code's use of the memory.
+        told = self._memory[: self._sent.numel()]
         # They are equal in the usual case if the sum was divided.
         return None if torch.equal(told, self._sent) else self.parse(told, self._sent)
-
-    def _told(self) -> Tensor:
-        """Returns the reduced trailer without the numbers.
-
-        A view of the moment: one that is kept would count as other code's use of the memory.
-        """
-        return self._memory[: self._sent.numel()]
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
         device = self._device
         assert isinstance(device, Accelerator)  # on the host, trailers are read at once
-        reduced = device.to_host(self._told())
+        reduced = device.to_host(self._memory[: self._sent.numel()])
         mine = device.to_host(self._sent)
         return Snapshot(self, reduced, mine, copied=device.record())
 

@@ -25,7 +25,7 @@ from undertow.foreign import parsed_json
 from undertow.optim.sharded_optimizer import ShardedOptimizer, hyper_parameters
 from undertow.optim.state import MASTER, OF_THE_WHOLE, flattened, nested
 from undertow.outer.outer_sync import OuterSync
-from undertow.sharded.shards import ShardPart, in_memory_order
+from undertow.sharded.bucket import ShardPart, in_memory_order
 from undertow.torch_private import private, tables
 
 _ENTRY = re.compile(r"(.*)/([^/\[]+)(?:\[([0-9]{1,18}):([0-9]{1,18})\])?", re.DOTALL)

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import Layout
@@ -21,7 +20,6 @@ from undertow.engine.agreed_errors import (
     changed_unlike,
     part_of_another,
 )
-from undertow.engine.compiled_plan import CompiledPlan
 from undertow.engine.hooks import (
     GradientFactor,
     Listeners,
@@ -30,14 +28,12 @@ from undertow.engine.hooks import (
     earlier_watchers,
 )
 from undertow.engine.params import ModuleParams, first_change
-from undertow.engine.round import Round, RoundKind
-from undertow.engine.tuning import ObservedOrder, Tuning, may_move
+from undertow.engine.round import CompiledPlan, Round, RoundKind
+from undertow.engine.tuning import Tuning
 from undertow.errors import PhaseError, require
-from undertow.plan import Plan, first_plan, plan_from_groups, plan_in_order
+from undertow.plan import Plan, first_plan, plan_in_order
 from undertow.ranks.agreement import Agreement, surroundings
 from undertow.ranks.transport import OwnGroup
-from undertow.tune import Tuner
-from undertow.wire import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +238,6 @@ class CurrentPlan:
         self.change, self._left = None, frozenset()
         self._apply_factor()
 
-    def forget_buckets(self) -> None:
-        """Discards the records of buckets that were empty."""
-        self._recorder.forgets_buckets()
-
     def _apply_factor(self) -> None:
         """Called when there are other parameters; new ones may train before the change is in
         force."""
@@ -300,47 +292,37 @@ class CurrentPlan:
         anew.
         """
         compiled, hooks = self.compiled, self.hooks
-        order, tuning = hooks.order, hooks.tuning
-        is_sent = (order is not None and order.sent is not None) or (
-            tuning is not None and tuning.sent is not None
-        )
-        plan = planned(compiled, hooks, self.compiled.reducer.config) if is_sent else None
+        tuning, plan = hooks.tuning, None
+        if tuning is not None and tuning.sent is not None:
+            plan = tuning.plan(compiled.present)
         layout = compiled.layout
         if layout.strategy.gather is None:
             if plan is not None:
-                self._move(Change(hooks.named_params, plan, compiled.reducer))
+                self._move(plan)
             return
         if plan is not None:
             hooks.next_plan = plan
         if hooks.next_plan is not None and not layout.holds_shards:
             self.wait_for_parameters()
             layout.make_gradients_whole(hooks.named_params)
-            self._move(self._planned(hooks.named_params, compiled.reducer))
+            self._move(self._planned(hooks.named_params, compiled.reducer).plan)
 
-    def _move(self, change: Change) -> None:
+    def _move(self, plan: Plan) -> None:
         """Puts another plan of the same parameters in force."""
         before = self.compiled
         self.note_written()
-        moved = CompiledPlan(
-            change.plan,
-            before.params,
-            change.reducer,
-            self._recorder,
-            before=before,
-        )
+        moved = CompiledPlan(plan, before.params, before.reducer, self._recorder, before=before)
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
         before.let_go()
         _ = moved.buckets
         self.compiled = moved
-        self.hooks.regroup(change.plan)
+        self.hooks.regroup(plan)
 
     def round_ended(self) -> None:
         """Called after a round that all ranks have found sound: sends measurements."""
-        compiled, hooks = self.compiled, self.hooks
-        if hooks.order is not None:
-            hooks.order.send()
-        if hooks.tuning is not None and hooks.tuning.act is not None:
-            hooks.tuning.act(compiled.present)
+        tuning = self.hooks.tuning
+        if tuning is not None and tuning.act is not None:
+            tuning.act(self.compiled.present)
 
     def shard_plan(self, updates: Mapping[int, tuple[int, bool]]) -> Plan:
         """Returns the plan for shards, in rank 0's order if that has arrived.
@@ -370,9 +352,6 @@ class CurrentPlan:
     def follow_layout(self, plan: Plan, layout: Layout) -> None:
         """Lays out the same parameters as `layout` says."""
         before, hooks = self.compiled, self.hooks
-        if hooks.order is not None:
-            hooks.order.close()
-            hooks.order = None
         self._recorder.forgets_gathers()
         self.compiled = CompiledPlan(
             plan,
@@ -386,8 +365,8 @@ class CurrentPlan:
         if self.is_active:
             _ = self.compiled.buckets
         hooks.regroup(plan)
-        if hooks.tuning is not None and hooks.tuning.has_ended_without_shards:
-            measure(hooks, self.compiled, self.compiled.reducer.config, self._recorder)
+        if hooks.tuning is not None:
+            hooks.tuning.lays_out()
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
@@ -471,9 +450,10 @@ class CurrentPlan:
             _ = compiled.buckets  # too large ones fail here instead of in the first backward
             hooks.start()
             hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
-            if follows_observed_order(compiled, compiled.reducer.config):
-                hooks.order = ObservedOrder(hooks.arrivals, len(hooks.params), self.group)
-            measure(hooks, compiled, compiled.reducer.config, self._recorder)
+            if params and self.group.num_ranks > 1:
+                is_observed = change.reducer.config.order == "observed"
+                order = None if is_observed else order_of(compiled.plan)
+                hooks.tuning = Tuning(hooks.arrivals, self._recorder, change.reducer, order)
         self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active
 
 
@@ -482,90 +462,24 @@ def _mark_stale(plans: CurrentPlan | None) -> None:
         plans.is_stale = True
 
 
-def measure(
-    hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig, recorder: Recorder
-) -> None:
-    """Starts to measure the parameters, and to improve the plan if it is not fixed."""
-    group = compiled.reducer.group
-    if not hooks.named_params or not recorder.is_on or group.num_ranks == 1:
-        return
-    order = (
-        None
-        if config.order == "observed"
-        else [param for bucket in compiled.plan.buckets for param in bucket.params]
-    )
-    hooks.tuning = Tuning(
-        hooks.arrivals,
-        recorder,
-        group,
-        Tuner(
-            order,
-            wire=AUTO if config.wire == AUTO else config.plan_wire,
-            param_wire=config.param_wire,
-            keeps_buckets=config.bucket_cap_mb is not None,
-        ),
-        may_move=may_move(config, compiled.reducer),
-    )
+def order_of(plan: Plan) -> list[int]:
+    """Returns the parameters in the order of the buckets."""
+    return [param for bucket in plan.buckets for param in bucket.params]
 
 
 def sharded_plan(now: Plan, hooks: ParamHooks, config: SyncConfig) -> Plan:
     """Returns the plan for shards, the pinned plan, or the plan to which a sharded optimizer
     moves."""
-    order = None if hooks.order is None else hooks.order.receive()
+    order = None if hooks.tuning is None else hooks.tuning.order()
     if hooks.next_plan is not None:
         return hooks.next_plan
     if config.plan is not None:
         return first_plan(now.params, config, num_ranks=now.num_ranks, num_shards=now.num_shards)
-    order = [param for bucket in now.buckets for param in bucket.params] if order is None else order
     return plan_in_order(
         now.params,
-        order,
+        order_of(now) if order is None else order,
         config,
         num_ranks=now.num_ranks,
         num_shards=now.num_shards,
         has_shards=True,
-    )
-
-
-def planned(now: CompiledPlan, hooks: ParamHooks, config: SyncConfig) -> Plan | None:
-    """Returns the plan that rank 0 has sent for the round that begins, if any: its order of
-    arrival, or its decision.
-
-    Not if every bucket would hold the same gradients as now, in the same format: their order within
-    a bucket changes nothing.
-    """
-    order = None if hooks.order is None else hooks.order.receive()
-    if order is not None:
-        hooks.order = None
-    decision = None if hooks.tuning is None else hooks.tuning.receive(now.present)
-    plan, params, num_ranks = None, now.plan.params, now.plan.num_ranks
-    if decision is not None and decision.groups is not None:
-        plan = plan_from_groups(
-            params,
-            decision.groups,
-            num_ranks=num_ranks,
-            num_shards=now.plan.num_shards,
-            wires=decision.wires if config.wire == AUTO else config.plan_wire,
-            block=config.block,
-        )
-    elif order is not None:
-        plan = plan_in_order(params, order, config, num_ranks=num_ranks)
-    return None if plan is None or now.plan.is_alike(plan.groups, plan.wires) else plan
-
-
-def follows_observed_order(compiled: CompiledPlan, config: SyncConfig) -> bool:
-    """Returns True if the plan takes over rank 0's order of arrival."""
-    # A changed plan changes the rounding of three or more summands, which a user who wants the same
-    # bits does not expect. A hook may keep state for every bucket.
-    reducer = compiled.reducer
-    is_free = (
-        config.plan is None
-        and reducer.hook is None
-        and not torch.are_deterministic_algorithms_enabled()
-    )
-    return (
-        config.order == "observed"
-        and is_free
-        and reducer.group.num_ranks > 1
-        and bool(compiled.params)
     )

@@ -135,7 +135,7 @@ class Engine:
         if self.checks.sent:
             self.checks.require_alike()
         current_plan.find_change_at_forward()
-        current_plan.hooks.arrival_hooks.run_last()
+        current_plan.hooks.run_last()
         if is_training and progress.num_forwards == 0:
             current_plan.compiled.note_known()
         # nothing tells the end of a compiled one
@@ -188,8 +188,8 @@ class Engine:
     def _enter(self, task: int) -> None:
         """Called with the first gradient in backward `task`."""
         if self._round is None or self._is_between_rounds():
-            outside = self.current_plan.hooks.outside_hooks
-            if outside.watched and outside.has_thawed():
+            hooks = self.current_plan.hooks
+            if hooks.watched and hooks.has_thawed():
                 self._follow_thawed()
             self._begin_rounds(task)
         else:
@@ -292,15 +292,14 @@ class Engine:
         current_plan, progress = self.current_plan, self.progress
         # A hook that user code has registered since the forward may run after Undertow's, once, on
         # the first gradient.
-        is_overtaken = current_plan.hooks.arrival_hooks.run_last()
+        is_overtaken = current_plan.hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
-        conclude = self._conclude if is_synchronized else self._conclude_accumulation
         opened = Round(
             kind=kind,
             is_last=not self.is_accumulating,
             op=op,
             holds_back=is_overtaken,
-            conclude=conclude,
+            conclude=self._conclude,
         )
         if is_synchronized:
             if progress.num_rounds == 0:
@@ -310,7 +309,7 @@ class Engine:
         current_plan.hooks.arrivals.reset()
         self._round = opened
         self.recorder.backward_begins(generation=current_plan.compiled.generation)
-        if current_plan.change is None:
+        if is_synchronized and current_plan.change is None:
             self._start(opened)
 
     def _start(self, opened: Round) -> None:
@@ -338,11 +337,10 @@ class Engine:
 
     def _set_stage(self, ending: Round) -> None:
         self.recorder.backward_ends()
-        if ending.has_started:
+        if ending.kind is RoundKind.ACCUMULATE:
+            ending.stage = self._conclude_accumulation
+        elif ending.has_started:
             ending.stage = ending.send
-        elif ending.kind is RoundKind.ACCUMULATE:
-            # Gradients stay where they are until the ranks have met.
-            ending.stage = partial(self._conclude_accumulation, ending)
         else:
             ending.stage = self._late_stage(ending)
         ending.has_ended = True  # last: an error before leaves a backward that has failed
@@ -389,7 +387,7 @@ class Engine:
 
         return conclude
 
-    def _conclude_accumulation(self, _ended: Round) -> None:
+    def _conclude_accumulation(self) -> None:
         hooks = self.current_plan.hooks
         self._close_round()
         hooks.arrived_before |= hooks.arrivals.arrived

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -20,11 +19,10 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from undertow.device import Device
-from undertow.engine.tuning import ObservedOrder, Tuning
+from undertow.engine.tuning import Tuning
 from undertow.plan import Plan
 from undertow.schedule.tracker import Arrivals, BucketArrivals
 from undertow.torch_private import private
-from undertow.torch_private.module_hook import ModuleHook
 from undertow.tune import Tuner
 
 _is_trained = attrgetter("requires_grad")
@@ -33,43 +31,6 @@ _is_trained = attrgetter("requires_grad")
 # first.
 private.left_alone(BucketArrivals.arrive)
 private.left_alone(BucketArrivals.arrive_on_stream)
-
-
-class ArrivalHooks:
-    """Hooks that report every gradient of `params`, by index."""
-
-    def __init__(self, params: Sequence[Tensor], arrivals: Arrivals) -> None:
-        self._params, self._arrivals = tuple(params), arrivals
-        self._hooks: list[RemovableHandle] = []
-        self.renew()
-
-    def renew(self) -> None:
-        """Hooks anew after a regrouping, which changes the functions to call."""
-        remove_all(self._hooks)
-        # Without parameters before the start.
-        self._hooks = [
-            private.hook_gradients(*pair)
-            for pair in zip(self._params, self._arrivals.hooks, strict=False)
-        ]
-        self._num_hooks_ever = private.num_hooks_ever()
-
-    def run_last(self) -> bool:
-        """Moves these hooks after newer hooks of user code, which may change a gradient.
-
-        Returns True if there were any.
-        """
-        if self._num_hooks_ever == private.num_hooks_ever():
-            return False
-        self._num_hooks_ever = private.num_hooks_ever()
-        moved = [
-            private.run_last(param, hook)
-            for param, hook in zip(self._params, self._hooks, strict=True)
-        ]
-        return any(moved)
-
-    def remove(self) -> None:
-        remove_all(self._hooks)
-        self._params = ()
 
 
 class GradientFactor:
@@ -116,42 +77,12 @@ class Listeners:
     on_outside: Callable[[Tensor], object]
 
 
-class OutsideHooks:
-    """Hooks on parameters of a module that are not in the plan, which call `then(param)` when a
-    gradient arrives after all."""
-
-    def __init__(self, then: Callable[[Tensor], object]) -> None:
-        self._then = then
-        self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
-
-    def watch(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Makes these the watched parameters, except those that can never be trained.
-
-        Returns those that are new.
-        """
-        wanted = {id(param): param for param in params}
-        for key in self.watched.keys() - wanted.keys():
-            self.watched.pop(key)[1].remove()
-        new = [wanted[key] for key in wanted.keys() - self.watched.keys()]
-        for param in new:
-            with contextlib.suppress(RuntimeError):  # it can never be trained
-                self.watched[id(param)] = param, private.hook_gradients(param, self._then)
-        return new
-
-    def has_thawed(self) -> bool:
-        """Returns True if one of them is trained now, and no engine waits for its gradient."""
-        params = [param for param, _ in self.watched.values()]
-        # Runs in every round, hence a loop in C; most models have no frozen parameters.
-        return any(map(_is_trained, params)) and any(
-            param.requires_grad and not is_watched(param) for param in params
-        )
-
-
 class ParamHooks:
     """Hooks on `named_params` until `close`, and the measurements of these parameters by them.
 
-    `arrivals` counts their gradients. `order` and `tuning` measure them, and `groups` is the plan
-    that follows. `outside_hooks` are on parameters outside of the plan: frozen and new ones.
+    `arrivals` counts their gradients, and `tuning` measures them. `watched` are parameters outside
+    of the plan, frozen and new ones: their hooks call `listeners.on_outside(param)` when a gradient
+    arrives after all.
     """
 
     def __init__(
@@ -177,10 +108,11 @@ class ParamHooks:
         # by id, parameters outside of the plan that have got a gradient
         self.outside: dict[int, Tensor] = {}
         self.next_plan: Plan | None = None  # to which a sharded optimizer moves
-        self.order: ObservedOrder | None = None
         self.tuning: Tuning | None = None  # if there are rounds
-        self.arrival_hooks = ArrivalHooks([], self.arrivals)
-        self.outside_hooks = OutsideHooks(listeners.on_outside)
+        self._on_outside = listeners.on_outside
+        self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
+        self._registered: list[RemovableHandle] = []  # on `named_params`, if there are rounds
+        self._num_hooks_ever = 0
 
     @property
     def params(self) -> list[Tensor]:
@@ -192,34 +124,60 @@ class ParamHooks:
         return None if self.tuning is None else self.tuning.tuner
 
     def start(self) -> None:
-        """Registers the hooks."""
-        self.arrival_hooks = ArrivalHooks(self.params, self.arrivals)
+        """Registers the hooks, anew after a regrouping, which changes the functions to call."""
+        remove_all(self._registered)
+        for param, hook in zip(self.params, self.arrivals.hooks, strict=True):
+            self._registered.append(private.hook_gradients(param, hook))
+        self._num_hooks_ever = private.num_hooks_ever()
+
+    def run_last(self) -> bool:
+        """Moves these hooks after newer hooks of user code, which may change a gradient.
+
+        Returns True if there were any.
+        """
+        if self._num_hooks_ever == private.num_hooks_ever():
+            return False
+        self._num_hooks_ever = private.num_hooks_ever()
+        return any(list(map(private.run_last, self.params, self._registered)))
 
     def watch(self, params: Sequence[Tensor], *, may_have_arrived: bool) -> None:
         """Hooks the parameters of a module that are outside of the plan.
 
         The gradients of new ones count if they `may_have_arrived` before their hooks.
         """
-        for param in self.outside_hooks.watch(
-            [param for param in params if id(param) not in self.ids]
-        ):
+        wanted = {id(param): param for param in params if id(param) not in self.ids}
+        for key in self.watched.keys() - wanted.keys():
+            self.watched.pop(key)[1].remove()
+        for key in wanted.keys() - self.watched.keys():
+            param = wanted[key]
+            with contextlib.suppress(RuntimeError):  # it can never be trained
+                self.watched[key] = param, private.hook_gradients(param, self._on_outside)
             if may_have_arrived and param.grad is not None:
-                self.outside[id(param)] = param
+                self.outside[key] = param
+
+    def has_thawed(self) -> bool:
+        """Returns True if one of the watched parameters is trained now, and no engine waits for its
+        gradient."""
+        params = [param for param, _ in self.watched.values()]
+        # Runs in every round, hence a loop in C; most models have no frozen parameters.
+        return any(map(_is_trained, params)) and any(
+            param.requires_grad and not is_watched(param) for param in params
+        )
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
         self.arrivals.regroup([bucket.params for bucket in plan.buckets], self._stream_of)
-        self.arrival_hooks.renew()
+        if self._registered:
+            self.start()
 
     def close(self) -> None:
         """Removes the hooks; a second call does nothing."""
-        self.arrival_hooks.remove()
-        self.outside_hooks.watch(())
+        remove_all(self._registered)
+        self.watch((), may_have_arrived=False)
         self.arrivals.on_full = no_round  # it may be in the middle of an arrival
         self.arrivals.owner = None
-        for other in (self.order, self.tuning):
-            if other is not None:
-                other.close()
+        if self.tuning is not None:
+            self.tuning.close()
 
     def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
         """Returns the positions in `bucket` of the `missing` parameters without a gradient since
@@ -313,29 +271,6 @@ def is_outermost_forward() -> bool:
     """Returns False in a recomputation inside a backward and in an evaluation, for which no other
     rank waits."""
     return private.graph_task_id() == -1 and torch.is_grad_enabled()
-
-
-def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
-    """Warns once if a gradient arrives before the next forward of `module`.
-
-    Its own forward ran before `close()`.
-    """
-    # not the module: parameters' hooks would hold it, and the garbage collector does not see them
-    name = type(module).__name__
-    hooks: list[RemovableHandle] = []
-
-    def arrives(_param: Tensor) -> None:
-        remove_all(hooks)
-        warnings.warn(
-            "this backward averages nothing: the model was closed between its forward and this "
-            "backward.\n"
-            f"  {name}\n  Call close() after the last backward.",
-            stacklevel=2,
-        )
-
-    hooks.append(module.register_forward_pre_hook(ModuleHook(module, partial(remove_all, hooks))))
-    with private.as_plain_tensors():  # parameters in flight may never arrive
-        hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
 
 
 class OutermostEnd:

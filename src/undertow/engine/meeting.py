@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from undertow.buckets.bucket import gradients_aside
@@ -59,7 +57,7 @@ class Meeting:
         plans = self._plans
         with gradients_aside(self._compiled.params):
             self._round.wait()
-        plans.forget_buckets()
+        self._compiled.recorder.forgets_buckets()
         require_sound(self._round, rank=self._group.rank, places=self._group.watch.ask)
         plans.require_changed_alike(self._round)
         change = plans.change
@@ -96,7 +94,10 @@ class Meeting:
         if not differing:
             return self._end()
         if any(are_used_by):
-            raise self._started_unlike(differing[0], of_ranks[differing[0]])
+            values = of_ranks[differing[0]]
+            others = [rank for rank, value in enumerate(values) if value != values[0]]
+            name, number = self._new[differing[0]][0], self._round.terms.number
+            raise started_unlike(name, number, others=others, rank=self._group.rank)
         write = send_in_place([param for _, param in self._new], self._group)
 
         def end() -> Stage | None:
@@ -109,8 +110,3 @@ class Meeting:
         self._plans.members.ranks_agree()
         self._plans.follow()
         return None if self._then is None else self._then()
-
-    def _started_unlike(self, index: int, values: Sequence[int]) -> Exception:
-        others = [rank for rank, value in enumerate(values) if value != values[0]]
-        number = self._round.terms.number
-        return started_unlike(self._new[index][0], number, others=others, rank=self._group.rank)

@@ -19,7 +19,6 @@ from undertow.torch_private import private, tables
 
 _children_of = attrgetter("_modules")
 _is_trained = attrgetter("requires_grad")
-_Named = Sequence[tuple[str, Tensor]]
 
 
 class _Census:
@@ -167,7 +166,7 @@ class ModuleParams:
         with private.as_plain_tensors():  # this reads no values
             if not self.is_unseen and not self._seen.has_changed():
                 return False
-            return not self.are_lent() and not self._is_elsewhere()
+            return not self.are_lent()
 
     def are_lent(self) -> bool:
         """Returns True during a call of torch.func.functional_call: its replacements are tensors,
@@ -186,22 +185,6 @@ class ModuleParams:
         to last.
         """
         return self._seen.has_other_modules() or len(self._seen.present()) != len(self._seen.params)
-
-    def _is_elsewhere(self) -> bool:
-        """Returns True if only ignored parameters have changed.
-
-        They may be experts of another group, which this group's ranks need not know about.
-        """
-        module = self._module()
-        if (
-            self.is_unseen
-            or module is None
-            or self._seen.has_other_modules()
-            or _kinds(self.named_params()) != self._kinds
-        ):
-            return False
-        self._seen = _Census(module)
-        return True
 
     def has_new_of(self, tensors: set[int]) -> bool:
         """Returns True if one of these (by id) was added, or unfrozen, in a change that has not
@@ -273,25 +256,7 @@ class ModuleParams:
         # As of this look: optimizers of other parameters are not this object's concern.
         self.names = {id(param): name for name, param in named_params}
         self.ids = self.names.keys()
-        self._kinds = _kinds(named_params)
         return named_params
-
-
-def _kinds(named_params: _Named) -> list[tuple[object, ...]]:
-    """Returns every property of the synchronized parameters that may change, frozen parameters
-    included."""
-    return [
-        (
-            name,
-            id(param),
-            param.requires_grad,
-            param.dtype,
-            param.shape,
-            param.stride(),
-            param.device,
-        )
-        for name, param in named_params
-    ]
 
 
 def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str:

@@ -1,42 +1,241 @@
-"""One round: a synchronization, or a backward that only accumulates."""
+"""A plan ready to run, and one round under it: a synchronization, or a backward that only
+accumulates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, ClassVar, TypeAlias, Union
+from typing import Any, ClassVar, TypeAlias, TypeVar, Union
 
 import torch
+from torch import Tensor
 
-from undertow.buckets.bucket import LiveBucket
-from undertow.buckets.trailer import Facts, Reading
+from undertow.buckets.bucket import Layout, LiveBucket, Shared
+from undertow.buckets.recorder import Recorder
+from undertow.buckets.reducer import Reducer
+from undertow.buckets.trailer import Facts, Reading, Snapshot
 from undertow.device import Accelerator
-from undertow.engine.compiled_plan import Acts, CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
-from undertow.errors import ReplicaMismatch
-from undertow.plan import Bucket, signature_of
-from undertow.schedule import OpKind, Releases
+from undertow.engine.tuning import Present
+from undertow.errors import ReplicaMismatch, UndertowError
+from undertow.plan import Bucket, Plan, signature_of
+from undertow.ranks.transport import OwnGroup
+from undertow.schedule import (
+    Op,
+    OpKind,
+    Releases,
+    Strategy,
+    lower_accumulation,
+    lower_data_parallel,
+)
 from undertow.torch_private import private
 
 # For each group of an optimizer that has stepped: its name, and its settings by name.
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 # A part of a round between two waits for other ranks; returns the next part.
 Stage: TypeAlias = Callable[[], Union["Stage", None]]
+T = TypeVar("T")
+Acts: TypeAlias = Mapping[OpKind, Callable[[T, LiveBucket], object]]
 
+_LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
+_NUM_ROUNDS_READ_AT_ONCE = 2  # on a device, where the host waits for it
 # by trailers; a codec keeps the bits that it has written, and need not keep more
 _NUM_STEPS_TOLD_APART = 64
 
 _gradient_of = attrgetter("grad")
 
 
+class CompiledPlan:
+    """A plan over `params`, ready to run; `generation` counts the plans of an engine.
+
+    It takes the place of the plan `before`: trailers on their way pass to it, and memory for
+    messages is freed, because others have other sizes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        reducer: Reducer,
+        recorder: Recorder,
+        *,
+        before: CompiledPlan | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.plan = plan
+        self.params = tuple(params)
+        # of this moment, as buckets are laid out
+        self.strides = tuple(param.stride() for param in params)
+        self.reducer, self.recorder = reducer, recorder
+        self.layout = Layout(reducer.group) if layout is None else layout
+        self.generation = 0
+        self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
+        if before is not None:
+            self.generation = before.generation + 1
+            self.snapshots += before.snapshots
+            before.release_messages()
+        self.is_profiling = False  # torch's profiler runs
+        self._num_rounds = 0
+        schedule = lower_data_parallel(
+            len(plan.buckets), self.strategy, overlap=reducer.config.overlap
+        )
+        self.synchronizing = Releases(schedule)
+        self.gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
+
+    @cached_property
+    def buckets(self) -> Sequence[LiveBucket]:
+        """Constructed at the first access: a group of one rank never needs them."""
+        shared = Shared(self.plan, self.params, self.reducer, self.recorder)
+        return self.layout.live_buckets(shared)
+
+    @cached_property
+    def group(self) -> OwnGroup:
+        """The ranks that its reductions wait for."""
+        return self.layout.group
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        return self.layout.strategy
+
+    @cached_property
+    def cut_bytes(self) -> int:
+        """The bucket size at which torch.compile cuts graphs, or 0 if they stay whole."""
+        largest = max((bucket.num_bytes for bucket in self.plan.buckets), default=0)
+        return largest if self.plan.num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
+
+    @cached_property
+    def adding_up_shards(self) -> Releases:
+        """The ops of a micro-batch, if the strategy reduces micro-batches."""
+        return Releases(lower_accumulation(len(self.plan.buckets), self.strategy))
+
+    @property
+    def present(self) -> Present:
+        return Present(
+            plan=self.plan, generation=self.generation, has_shards=self.strategy.gather is not None
+        )
+
+    def round_begins(self) -> list[Reading]:
+        """Called when a round starts.
+
+        Returns the contents of earlier trailers that have reached the host since, once.
+        """
+        self.is_profiling = private.is_profiling()
+        self._num_rounds += 1
+        if self.reducer.hook is not None:
+            self.reducer.hook.begin_round()
+        if self.reducer.finite is not None:
+            self.reducer.finite.begin()
+        # In case no forward has. Autograd detects most parameters that were read too early.
+        self.layout.wait_for_parameters()
+        if not self.snapshots:
+            return []
+        there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]
+        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in there]
+        return [reading for snapshot in there if (reading := snapshot.read()) is not None]
+
+    @property
+    def is_learning(self) -> bool:
+        """True in the first rounds, whose trailers are read at once on devices too.
+
+        They show late arrivals, which the following rounds expect.
+        """
+        return self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
+
+    def issue(self, ops: Sequence[Op], acts: Acts[T], owner: T) -> None:
+        """Issues `ops` in this order, and tells the observer of each, if there is one.
+
+        Args:
+            ops: Ops of this plan's schedules.
+            acts: By kind, the function that issues an op: `act(owner, bucket)`.
+            owner: The round, or the gathers, that these functions belong to.
+        """
+        if not ops:
+            return
+        is_waiting = ops[0].kind is OpKind.BIND  # a bucket names its own wait
+        watch = self.group.watch
+        if not is_waiting:
+            watch.check()
+        try:
+            if self.recorder.observer is None and not self.is_profiling:
+                for op in ops:
+                    acts[op.kind](owner, self.buckets[op.bucket or 0])
+            else:
+                self._issue_observed(ops, acts, owner)
+        except BaseException as error:
+            # These messages must be complete on every rank.
+            if not is_waiting and not isinstance(error, UndertowError):
+                watch.fail(error)
+            raise
+
+    def _issue_observed(self, ops: Sequence[Op], acts: Acts[T], owner: T) -> None:
+        observer = self.recorder.observer
+        for op in ops:
+            with (
+                torch.profiler.record_function(f"undertow.{op.label}")
+                if self.is_profiling
+                else nullcontext(),
+                nullcontext() if observer is None else observer(op),
+            ):
+                acts[op.kind](owner, self.buckets[op.bucket or 0])
+
+    def is_completed(self) -> bool:
+        """Returns True if the collectives of all buckets are complete."""
+        return all(handle.is_completed() for bucket in self.buckets for handle in bucket.handles)
+
+    def note_known(self) -> None:
+        """Called when a step begins: marks present tensors in `.grad` as known."""
+        for bucket in self.buckets:
+            bucket.note_known()
+
+    def written(self, params: Collection[int]) -> set[int]:
+        """Returns the `params` whose `.grad` was written without a gradient from autograd."""
+        if not params:
+            return set()
+        return {
+            param
+            for bucket in self.buckets
+            for position, param in enumerate(bucket.spec.params)
+            if param in params and bucket.is_written(position)
+        }
+
+    def has_result(self) -> bool:
+        """Returns True if some `.grad` still holds the result of a round, changed or not, and was
+        not zeroed."""
+        return any(bucket.has_result() for bucket in self.buckets)
+
+    def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
+        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still
+        their result."""
+        own: dict[int, tuple[Tensor, bool]] = {}
+        for bucket in self.buckets:
+            own.update(bucket.own_gradients())
+        return own
+
+    def release_messages(self) -> None:
+        """Frees the memory that exchanges keep for later messages."""
+        for exchanges in (self.reducer.exchanges, *self.layout.exchanges):
+            if exchanges is not None:
+                exchanges.release()
+
+    def let_go(self) -> None:
+        """Frees the buckets. The next plan's buckets then take no pages that are new to the
+        process.
+
+        If memory is too small for them, this plan is gone too, and training ends.
+        """
+        for bucket in self.buckets:
+            bucket.release()
+
+
 class RoundKind(Enum):
     """The treatment of gradients in a round."""
 
-    ACCUMULATE = auto()  # packs them, or leaves them in place, and sends nothing
+    ACCUMULATE = auto()  # leaves them where autograd puts them: it never starts
     REDUCE = auto()
     SHADOW = auto()  # contributes none: this rank has run out of data
     # the last one under a plan before its parameters, or its communication hook, change
@@ -126,17 +325,13 @@ class Round:
         """Starts it under a plan."""
         self.compiled, self.hooks, self.terms = compiled, hooks, terms
         self.releases = compiled.synchronizing
-        if self.kind is RoundKind.ACCUMULATE:
-            self.releases = compiled.accumulating
-        elif not self.is_last and compiled.strategy.reduces_micro_batches:
+        if not self.is_last and compiled.strategy.reduces_micro_batches:
             self.releases = compiled.adding_up_shards  # and nothing more
         self.releases.reset()
         if hooks is not None:
             hooks.arrivals.on_full = self._bucket_is_full
         self.has_started = True
-        self.found.readings += compiled.round_begins(
-            is_synchronized=self.kind is not RoundKind.ACCUMULATE
-        )
+        self.found.readings += compiled.round_begins()
 
     @private.untraced
     def _bucket_is_full(self, bucket: int) -> None:
@@ -189,9 +384,6 @@ class Round:
         recorder, hooks = self.compiled.recorder, self.hooks
         if hooks is not None and hooks.arrivals.buckets[spec.index].streams:
             self._follow(bucket, hooks.arrivals.buckets[spec.index].streams)
-        if self.kind is RoundKind.ACCUMULATE:
-            bucket.pack_local()
-            return
         bucket.marks = recorder.ready(
             spec.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction
         )
@@ -235,13 +427,16 @@ class Round:
         return self.hooks.not_arrived(spec.params, self.hooks.arrivals.missing(spec.index))
 
     def _launch(self, bucket: LiveBucket) -> None:
-        # At the end of the backward of one model, a single bucket is waited for at once.
-        is_alone = len(self.compiled.buckets) == 1 and len(self.compiled.recorder.in_backward) <= 1
         bucket.launch(
             keeps_own=self.terms.keeps_own,
             is_apart=self.has_failed or self.kind is RoundKind.RETIRE,
-            is_awaited_at_once=is_alone and private.graph_task_id() != -1,
         )
+        recorder = self.compiled.recorder
+        # At the end of the backward of one model, a single bucket is waited for at once: the end of
+        # its collective needs no mark.
+        is_alone = len(self.compiled.buckets) == 1 and len(recorder.in_backward) <= 1
+        if not is_alone or private.graph_task_id() == -1:
+            recorder.completes(bucket.marks, bucket.handles[0])
 
     def _all_reduce(self, bucket: LiveBucket) -> None:
         # On a mesh it is the second collective of a sharded bucket.
@@ -249,6 +444,7 @@ class Round:
             self._launch(bucket)
         else:
             bucket.launch_across()
+            self.compiled.recorder.completes(bucket.marks, bucket.handles[0])
 
     def _own_facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some
@@ -273,9 +469,6 @@ class Round:
         )
 
     def _bind(self, bucket: LiveBucket) -> None:
-        if not bucket.handles:
-            bucket.bind_local()
-            return
         with self.compiled.group.watch.waiting(bucket.label):
             bucket.wait()
             if self.terms.rescale != 1.0:

@@ -25,7 +25,7 @@ from undertow.optim.state import (
     require_portable,
     updates_whole_parameters,
 )
-from undertow.sharded.shards import FlatParams, ShardPart, in_memory_order
+from undertow.sharded.bucket import FlatParams, ShardPart, in_memory_order
 from undertow.sharded.steps import Sharding
 from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading, sync_of
 from undertow.torch_private import private

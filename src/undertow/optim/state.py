@@ -17,7 +17,7 @@ from undertow.errors import ConfigError, require
 from undertow.plan import Bucket
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
-from undertow.sharded.shards import ShardPart, in_memory_order
+from undertow.sharded.bucket import ShardPart, in_memory_order
 from undertow.sharded.steps import Sharding
 
 # torch's names for the entries; values are tensors and numbers

@@ -219,7 +219,7 @@ class Fragment:
         flight.started_s = flight.done_s = time.perf_counter()
         with column.waiting(""):
             flight.handle = replicas.exchanges.all_reduce(
-                sent[:], self.parcel, trailer=range(numel, sent.numel())
+                sent[:], self.parcel, trailer=sent[numel:]
             )
         flight.handle.on_done(flight.notes_end)
 

@@ -9,7 +9,7 @@ gradient is sent in.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,6 @@ class P2PCollectives:
     is the same in any case.
     """
 
-    divides_first = False  # values are divided after they are added
-
     def __init__(self, group: OwnGroup, *, in_order: bool, divisor: float) -> None:
         self.group = group
         self._in_order = in_order
@@ -62,7 +60,7 @@ class P2PCollectives:
         shard: Tensor,
         parcel: Parcel,
         *,
-        trailer: range,
+        trailer: Tensor,
         pack: Task | None = None,
     ) -> Handle:
         """Starts to write the mean over ranks of this rank's part of `storage` into `shard`.
@@ -70,8 +68,7 @@ class P2PCollectives:
         The mean is the sum divided by the divisor. `pack` fills `storage` first. Every rank starts
         its reduce-scatters and all-reduces in the same order.
 
-        storage: has the parts of `parcel`. The range `trailer` becomes its sum over ranks on every
-        rank.
+        storage: has the parts of `parcel`. `trailer` becomes its sum over ranks on every rank.
         shard: of `accumulation_dtype(storage.dtype)`; a shorter part leaves zeros at its end.
         """
         rank = self.group.rank
@@ -84,7 +81,7 @@ class P2PCollectives:
             values = self._exchange(sent, tag)
             # Separate messages: combining the two would halve their number but require adjacent
             # memory.
-            add_up_flags = self._post_sum(storage[trailer.start : trailer.stop], tag + 1)
+            add_up_flags = self._post_sum(trailer, tag + 1)
 
             def add_up() -> None:
                 num_own = len(parcel.parts[rank])
@@ -102,24 +99,23 @@ class P2PCollectives:
         return Handle.in_threads(post, self._posting, self._adding, complete=self.group.complete)
 
     def all_reduce(
-        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: range | None = None
+        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None
     ) -> Handle:
         """Starts to replace `tensor` by its mean over ranks, added in rank order.
 
         Ranks of a mesh are added row by row, like exchanges inside and across its rows. Without
-        a parcel all of it travels in full width. The range `trailer` is apart from the parcel, and
-        becomes its sum over ranks.
+        a parcel all of it travels in full width. `trailer` is apart from the parcel, and becomes
+        its sum over ranks.
         """
         if parcel is None:
-            parcel = self._whole(tensor)
+            parcel = _whole(tensor, self.group)
         tag = next(self._tags)
 
         def post() -> Task:
-            # First, because a parcel's `inspect` may write into the trailer.
             sent = parcel.messages(tensor, self._taken)
             add_up_flags = None
             if trailer is not None:
-                add_up_flags = self._post_sum(tensor[trailer.start : trailer.stop], tag + 2)
+                add_up_flags = self._post_sum(trailer, tag + 2)
             add_up_values = self._post_all_reduce(sent, tensor, parcel, self._divisor, tag)
 
             def add_up() -> Task:
@@ -222,12 +218,6 @@ class P2PCollectives:
         """Ends the threads."""
         for thread in (self._posting, self._adding, self._gathering):
             thread.shutdown()
-
-    def _whole(self, tensor: Tensor) -> Parcel:
-        num_ranks = self.group.num_ranks
-        quotient, rest = divmod(tensor.numel(), num_ranks)
-        starts = [rank * quotient + min(rank, rest) for rank in range(num_ranks + 1)]
-        return FullWidth([range(*ends) for ends in pairwise(starts)])
 
     def _post_all_reduce(
         self, sent: list[Tensor], target: Tensor, parcel: Parcel, divisor: float, tag: int
@@ -345,7 +335,7 @@ class BackendCollectives:
 
     def __init__(self, group: OwnGroup, *, in_order: bool, divisor: float) -> None:
         self.group = group
-        self.divides_first = not in_order
+        self._in_order = in_order
         self._divisor = divisor
         # Waits for collectives that others follow; neither the caller's stream nor the host does.
         self._side = group.hardware.new_stream()
@@ -356,7 +346,7 @@ class BackendCollectives:
         shard: Tensor,
         parcel: Parcel,
         *,
-        trailer: range,
+        trailer: Tensor,
         pack: Task | None = None,
     ) -> Handle:
         if pack is not None:
@@ -364,7 +354,7 @@ class BackendCollectives:
                 pack()
         num_own = len(parcel.parts[self.group.rank])
         own = shard[:num_own]
-        if parcel.is_narrow or not (self.divides_first and _are_equal(parcel.parts)):
+        if parcel.is_narrow or self._in_order or not _are_equal(parcel.parts):
             sent, work, received = self._exchanged(parcel.messages(storage, self._room))
         else:
             sent = storage[: self.group.num_ranks * shard.numel()]
@@ -379,20 +369,18 @@ class BackendCollectives:
             shard[num_own:].zero_()
             self.group.hardware.keep(sent)  # held until now, because the backend reads it
 
-        of_trailer = self.group.all_reduce_async(storage[trailer.start : trailer.stop])
+        of_trailer = self.group.all_reduce_async(trailer)
         return Handle(work, *of_trailer.works, finish=finish)
 
     def all_reduce(
-        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: range | None = None
+        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None
     ) -> Handle:
         if parcel is None:
-            part_numel = -(-tensor.numel() // self.group.num_ranks)
-            parts = equal_parts(self.group.num_ranks, part_numel, stop=tensor.numel())
-            parcel = FullWidth(parts)
+            parcel = _whole(tensor, self.group)
         mean = self._all_reduce(tensor, parcel, self._divisor)
         of_trailer: tuple[Work, ...] = ()
-        if trailer is not None:  # last, because a parcel's `inspect` may write into it
-            of_trailer = self.group.all_reduce_async(tensor[trailer.start : trailer.stop]).works
+        if trailer is not None:
+            of_trailer = self.group.all_reduce_async(trailer).works
         return Handle(*of_trailer, *mean.works, finish=mean.wait)
 
     def all_reduce_behind(
@@ -402,7 +390,7 @@ class BackendCollectives:
         with hardware.use(self._side):
             before.wait()
             of_trailer = self.group.all_reduce_async(trailer)
-            if parcel.is_narrow or not self.divides_first:
+            if parcel.is_narrow or self._in_order:
                 divisor = self._divisor
                 if parcel.is_narrow:  # sums over the inner ranks may be too large for the format
                     tensor.div_(divisor)
@@ -511,6 +499,12 @@ class BackendCollectives:
         for message in messages:
             self.group.hardware.keep(message)
         parcel.add_up(messages, self.group.rank, into=into, rows=self.group.user.row_places)
+
+
+def _whole(tensor: Tensor, group: OwnGroup) -> Parcel:
+    """Returns a parcel of all of a tensor, in full width."""
+    part_numel = -(-tensor.numel() // group.num_ranks)
+    return FullWidth(equal_parts(group.num_ranks, part_numel, stop=tensor.numel()))
 
 
 def _rooms(sizes: Sequence[int]) -> list[int]:

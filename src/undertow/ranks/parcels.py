@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,25 +27,24 @@ Room = Callable[[int, torch.dtype], Tensor]
 Coding = tuple[str, float, float]
 
 
-class Parcel(Protocol):
-    """The parts of a bucket and their messages. `values` is always the whole bucket."""
+@dataclass(frozen=True, slots=True)
+class FullWidth:
+    """Parts that travel as they are: the message of a part is the part itself."""
 
-    @property
-    def parts(self) -> Sequence[range]:
-        """The elements of each rank's part."""
-
-    @property
-    def is_narrow(self) -> bool:
-        """True if messages are in a format, in separate memory."""
+    parts: Sequence[range]  # the elements of each rank's part
+    is_narrow: ClassVar = False  # messages are not in a format, in separate memory
 
     def payload(self, itemsize: int) -> int:
         """Returns the bytes of all messages; an element in full width has `itemsize` of them."""
+        return itemsize * sum(map(len, self.parts))
 
     def messages(self, values: Tensor, room: Room) -> list[Tensor]:
-        """Returns the message of each part; it may be the part itself."""
+        """Returns the message of each part of `values`, the whole bucket."""
+        return [values[part.start : part.stop] for part in self.parts]
 
     def write(self, part: Tensor, index: int, message: Tensor) -> None:
         """Replaces the contents of the message of a part by other values of that part."""
+        message.copy_(part)
 
     def add_up(
         self,
@@ -60,38 +59,10 @@ class Parcel(Protocol):
         With the `rows` of a mesh, which list positions of ranks, it adds each row and then the
         rows.
         """
-
-    def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
-        """Writes the values of the message of each part into the whole bucket `into`."""
-
-
-@dataclass(frozen=True, slots=True)
-class FullWidth:
-    """Parts that travel as they are."""
-
-    parts: Sequence[range]
-    is_narrow: ClassVar = False
-
-    def payload(self, itemsize: int) -> int:
-        return itemsize * sum(map(len, self.parts))
-
-    def messages(self, values: Tensor, room: Room) -> list[Tensor]:
-        return [values[part.start : part.stop] for part in self.parts]
-
-    def write(self, part: Tensor, index: int, message: Tensor) -> None:
-        message.copy_(part)
-
-    def add_up(
-        self,
-        messages: Sequence[Tensor],
-        index: int,
-        *,
-        into: Tensor,
-        rows: Sequence[Sequence[int]],
-    ) -> None:
         sum_in_order(messages, into=into, rows=rows)
 
     def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
+        """Writes the values of the message of each part into the whole bucket `into`."""
         for part, message in zip(self.parts, messages, strict=True):
             target = into[part.start : part.stop]
             if target.data_ptr() != message.data_ptr():
@@ -101,11 +72,10 @@ class FullWidth:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """Parts whose first elements, [0, narrow_numel) of the bucket, travel in the format `wire`, and
-    the others in `dtype`.
+    the others in `dtype`. It has the methods of `FullWidth`.
 
     `codings` notes when the host encoded and decoded values; its owner empties it. Unless values
-    are on the host (`is_host`), both run on a stream, and nothing is noted. `inspect` is called
-    with all messages before they are sent.
+    are on the host (`is_host`), both run on a stream, and nothing is noted.
     """
 
     wire: Wire
@@ -114,7 +84,6 @@ class Encoded:
     parts: Sequence[range]
     is_narrow: ClassVar = True
     codings: list[Coding] = field(default_factory=list, compare=False)
-    inspect: Callable[[Sequence[Tensor]], object] | None = None
     is_host: bool = True
 
     def payload(self, itemsize: int) -> int:
@@ -135,8 +104,6 @@ class Encoded:
         with self._noted("encode"):
             for index, part in enumerate(self.parts):
                 self._encode(values[part.start : part.stop], index, found[index])
-        if self.inspect is not None:
-            self.inspect(found)
         return found
 
     def write(self, part: Tensor, index: int, message: Tensor) -> None:
@@ -168,14 +135,6 @@ class Encoded:
 
     def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
         self._decode_all(messages, into, adds=False)
-
-    def extremes(self, messages: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns a number for each block of each part, not finite if a value of it arrives so.
-
-        And the values in full width of each part.
-        """
-        views = [self._views(message, index) for index, message in enumerate(messages)]
-        return [self.wire.extremes(narrow) for narrow, _ in views], [wide for _, wide in views]
 
     def add_to(self, messages: Sequence[Tensor], values: Tensor) -> None:
         """Adds the values of the message of each part to the whole bucket `values`."""
@@ -214,6 +173,9 @@ class Encoded:
         num_bytes = self.wire.num_bytes(self._num_narrow(index))
         wide = message[round_up(num_bytes, ALIGN_BYTES) :].view(self.dtype)
         return message[:num_bytes], wide
+
+
+Parcel: TypeAlias = FullWidth | Encoded
 
 
 def sum_in_order(

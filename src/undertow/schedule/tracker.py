@@ -193,13 +193,6 @@ class Arrivals:
                 bucket.is_full = True
                 self.on_full(bucket.index)
 
-    def arrive(self, index: int) -> None:
-        """Records that the gradient of a parameter arrived.
-
-        A repeated arrival counts only if `learn_repeats` expects it.
-        """
-        self.hooks[index](self._params[index])
-
     def note(self, indices: Iterable[int]) -> None:
         """Records that the gradients of these parameters arrived, without calling anything."""
         absent = self.absent.intersection(indices)

@@ -25,12 +25,12 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_exporting
 from torch.utils.hooks import RemovableHandle
 
-from undertow.buckets.recorder import Recorder
+from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.errors import PhaseError, UndertowError, require
 from undertow.ranks.exchanges import Collectives
 from undertow.ranks.threads import WorkerThread
 from undertow.ranks.transport import Handle
-from undertow.sharded.shards import FlatParams
+from undertow.sharded.bucket import FlatParams
 from undertow.torch_private import private, tables
 from undertow.torch_private.module_hook import ModuleHook
 
@@ -165,6 +165,7 @@ class Gathers:
     ) -> None:
         self._shards = shards  # of each bucket, the elements of each rank
         self.in_flight: dict[int, Handle] = {}
+        self._marks: dict[int, BucketMarks] = {}  # of the last gather of each bucket
         # code of torch.compile reads the parameters, and guards their class
         self._is_compiled_in = False
         self.flats, self._exchanges, self._recorder = flats, exchanges, recorder
@@ -186,7 +187,7 @@ class Gathers:
         num_bytes = flat.flat.itemsize * self._shards[bucket][-1].stop
         if parcel is not None:
             num_bytes = sum(parcel.sizes)
-        marks = self._recorder.gather_launches(bucket, num_bytes=num_bytes)
+        marks = self._marks[bucket] = self._recorder.gather_launches(bucket, num_bytes=num_bytes)
         if parcel is None:
             if flat.exact is not None:
                 flat.publish()
@@ -205,7 +206,7 @@ class Gathers:
         for bucket in buckets:
             if bucket not in self.in_flight:
                 handle = Handle.failed(self._torn(bucket))
-                self._recorder.gather_launches(bucket, num_bytes=0)
+                self._marks[bucket] = self._recorder.gather_launches(bucket, num_bytes=0)
                 self._watch(bucket, handle)
 
     def wait(self, buckets: Collection[int]) -> None:
@@ -214,7 +215,8 @@ class Gathers:
             handle = self.in_flight.get(bucket)
             if handle is None:
                 continue
-            self._recorder.mark_gather(bucket, "wait_start")
+            marks = self._marks[bucket]
+            marks.wait_start = self._recorder.mark()
             try:
                 with self._exchanges.group.waiting(f"the parameters of bucket {bucket}"):
                     handle.wait()
@@ -224,10 +226,10 @@ class Gathers:
                 if group.is_alive or (isinstance(error, UndertowError) and group.existing()):
                     raise
                 raise self._torn(bucket) from error
-            self._recorder.mark_gather(bucket, "wait_stop")
+            marks.wait_stop = self._recorder.mark()
             parcel = self.flats[bucket].parcel
             if parcel is not None:
-                self._recorder.take_gather_codings(bucket, parcel.codings)
+                marks.take_codings(parcel.codings)
             # Only now, so that a wait that failed fails again. Another thread may have waited too,
             # and launched the next gather.
             with self._lock:

@@ -27,10 +27,15 @@ from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import Agreement
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
-from undertow.sharded.bucket import GradientPlaceholder, ShardedBucket
+from undertow.sharded.bucket import (
+    FlatParams,
+    GradientPlaceholder,
+    ShardedBucket,
+    ShardPart,
+    in_memory_order,
+)
 from undertow.sharded.gathers import Gathers, wait_before_forwards
 from undertow.sharded.groups import ShardGroups
-from undertow.sharded.shards import FlatParams, ShardPart, in_memory_order
 from undertow.torch_private import private
 
 _grad_of = attrgetter("grad")
@@ -57,14 +62,13 @@ class Sharding(Layout):
         self.exchanges = groups.axes
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
-        num_replicas = plan.num_ranks // self.group.num_ranks
         self.flats = [
             FlatParams(
                 bucket,
                 [params[index] for index in bucket.params],
                 rank=self.group.rank,
                 num_ranks=plan.num_ranks,
-                num_replicas=num_replicas,
+                num_shards=self.group.num_ranks,
                 param_wire=groups.param_wire,
             )
             for bucket in plan.buckets
@@ -154,8 +158,8 @@ class Sharding(Layout):
             if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
                 continue
             live = self.buckets[bucket.index]
-            trailer = range(bucket.trailer.start, bucket.storage_numel)
             sent, shard = torch.zeros_like(live.memory.flat), torch.zeros_like(live.shard)
+            trailer = sent[bucket.trailer.start :]
             for slot in bucket.slots:
                 gradient = self.group.hardware.keep(own[slot.param][0])
                 values = in_memory_order(gradient, self.strides[slot.param])
@@ -164,7 +168,7 @@ class Sharding(Layout):
             handle = self.groups.shard.reduce_scatter(sent, shard, parcel, trailer=trailer)
             if self.groups.replicate is not None and crossing is not None:
                 handle = self.groups.replicate.all_reduce_behind(
-                    handle, shard, crossing, trailer=sent[trailer.start :]
+                    handle, shard, crossing, trailer=trailer
                 )
             with self.group.waiting(f"the shards of bucket {bucket.index}"):
                 handle.wait()

@@ -1,19 +1,23 @@
-"""A model that user code has dropped without `close()`."""
+"""A model whose gradients nobody averages any more: closed between a forward and its backward, or
+dropped without `close()`."""
 
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from undertow.engine.engine import Engine
-from undertow.engine.hooks import is_watched
+from undertow.engine.hooks import is_watched, remove_all
 from undertow.engine.progress import params_of
 from undertow.torch_private import private, tables
+from undertow.torch_private.module_hook import ModuleHook
 
 # names of Undertow's threads, and of threads that Python has not started
 _NOT_THE_USERS = ("undertow-", "Dummy-")
@@ -45,6 +49,29 @@ def let_go(
             _warn_of_dropped(there, set(engine.current_plan.hooks.ids))
     finally:
         close()
+
+
+def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
+    """Warns once if a gradient arrives before the next forward of `module`.
+
+    Its own forward ran before `close()`.
+    """
+    # not the module: parameters' hooks would hold it, and the garbage collector does not see them
+    name = type(module).__name__
+    hooks: list[RemovableHandle] = []
+
+    def arrives(_param: Tensor) -> None:
+        remove_all(hooks)
+        warnings.warn(
+            "this backward averages nothing: the model was closed between its forward and this "
+            "backward.\n"
+            f"  {name}\n  Call close() after the last backward.",
+            stacklevel=2,
+        )
+
+    hooks.append(module.register_forward_pre_hook(ModuleHook(module, partial(remove_all, hooks))))
+    with private.as_plain_tensors():  # parameters in flight may never arrive
+        hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
 
 
 def _warn_of_dropped(module: nn.Module, ids: set[int]) -> None:

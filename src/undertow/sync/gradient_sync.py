@@ -29,7 +29,6 @@ from undertow.engine.hooks import (
     earlier_watchers,
     is_outermost_forward,
     is_watched,
-    warn_of_late_backward,
 )
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward, Gradients, params_of, settings_of
@@ -46,11 +45,10 @@ from undertow.sharded.steps import (
     ShardedSteps,
     full_gradient,
 )
-from undertow.sync.dropped import let_go
+from undertow.sync.dropped import let_go, warn_of_late_backward
+from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
-from undertow.sync.mean_over_ranks import MeanOverRanks, start_mean
 from undertow.sync.measurements import explanation_of, measured_profile, sweep
-from undertow.sync.reduction import Reduction, name_of_op, start_reduction
 from undertow.sync.tracing import save_trace, trace_at_end
 from undertow.torch_private import private
 from undertow.torch_private.module_hook import ModuleHook, before_loads, cut_graphs
@@ -412,7 +410,7 @@ class GradientSync:
         )
         return dataclasses.replace(
             report,
-            why_fixed=why_fixed(self._config, compiled.reducer),
+            why_fixed=why_fixed(compiled.reducer),
             wire=self._config.wire,
             param_wire=self._config.param_wire,
             experts=self._of_experts(GradientSync.report),

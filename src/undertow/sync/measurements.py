@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
-from undertow.engine.compiled_plan import CompiledPlan
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import ParamHooks
+from undertow.engine.round import CompiledPlan
 from undertow.engine.tuning import may_move, why_fixed
 from undertow.errors import PhaseError
 from undertow.profile import Profile
@@ -56,12 +56,12 @@ def no_profile(config: SyncConfig, group: OwnGroup) -> PhaseError:
 def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
     """Explains the plan in force; does not communicate."""
     decision = None if hooks.tuning is None else hooks.tuning.decision
-    why = why_fixed(config, compiled.reducer)
+    why = why_fixed(compiled.reducer)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     if not why and is_deterministic:
         why = "torch.use_deterministic_algorithms: another plan rounds differently"
     if why and config.wire == AUTO and config.plan is None:
-        chooses = may_move(config, compiled.reducer) and not is_deterministic
+        chooses = may_move(compiled.reducer) and not is_deterministic
         why += "; wire='auto' " + ("chooses the formats" if chooses else "keeps full width")
     elif not why:
         is_decided = decision is not None and decision.outcome in (

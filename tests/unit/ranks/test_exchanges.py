@@ -88,7 +88,7 @@ def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_pa
         for index, numel in enumerate([5, 1, 1000, 0]):
             given = of_ranks(num_ranks * numel + 1, index, dtype)
             wanted = chain_of_adds([storage[rank * numel : (rank + 1) * numel] for storage in given], dtype) / num_ranks
-            shard, trailer = torch.empty_like(wanted), range(num_ranks * numel + 1, num_ranks * numel + 3)
+            shard, trailer = torch.empty_like(wanted), given[rank][num_ranks * numel + 1 :]
             handle = exchanges.reduce_scatter(given[rank], shard, whole(num_ranks, numel), trailer=trailer)
             handle.on_done(done.append)
             started.append((handle, given[rank], shard, wanted))
@@ -141,7 +141,7 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in
         started.append(
             (
                 second.all_reduce_behind(
-                    first.reduce_scatter(storage, shard, whole(1, numel), trailer=range(numel, numel + 2)),
+                    first.reduce_scatter(storage, shard, whole(1, numel), trailer=storage[numel:]),
                     shard,
                     whole(dist.get_world_size(), -(-numel // dist.get_world_size()), stop=numel),
                     trailer=storage[numel:],
@@ -248,7 +248,7 @@ def test_no_stream_waits_when_a_reduce_scatter_starts(kind: str) -> None:
     given, streams = [noise(8, rank=peer) for peer in range(2)], Streams()
     mine, shard = given[dist.get_rank()].clone(), torch.empty(3)
     with noting(streams), exchanging(kind) as exchanges:
-        handle = exchanges.reduce_scatter(mine, shard, whole(2, 3), trailer=range(6, 8))
+        handle = exchanges.reduce_scatter(mine, shard, whole(2, 3), trailer=mine[6:])
         assert "wait" not in {event for _, event, _ in streams.noted}
         handle.wait()
     start = 3 * dist.get_rank()
@@ -263,7 +263,7 @@ def test_what_is_behind_a_failure_fails_with_it() -> None:
             raise ZeroDivisionError("while packing")
 
         handle = exchanges.all_reduce_behind(
-            exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), whole(2, 2), trailer=range(6, 8), pack=fail),
+            exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), whole(2, 2), trailer=torch.zeros(2), pack=fail),
             torch.zeros(2),
             whole(2, 1),
             trailer=torch.zeros(2),

@@ -34,6 +34,11 @@ def arrivals_of(
     return Arrivals(buckets, range(num_params), on_full=on_full, **given)
 
 
+def arrives(arrivals: Arrivals, index: int) -> None:
+    """Calls the hook of a parameter, as autograd does."""
+    arrivals.hooks[index](arrivals._params[index])
+
+
 class Tracker:
     """One synchronization as one object: arrivals and the ops they release."""
 
@@ -50,7 +55,7 @@ class Tracker:
     def arrive(self, param: int) -> Sequence[Op]:
         """Returns the ops that may be issued after the gradient of `param` has arrived."""
         self._released = []
-        self.arrivals.arrive(param)
+        arrives(self.arrivals, param)
         return self._released
 
     def end_backward(self) -> Sequence[Op]:
@@ -233,7 +238,7 @@ class Heard:
 
 
 CALLS: dict[str, Callable[..., Any]] = {
-    "arrive": lambda it, param: it.arrivals.arrive(int(param)),
+    "arrive": lambda it, param: arrives(it.arrivals, int(param)),
     "each": lambda it: vars(it.arrivals).update(at_each=lambda param: it.calls.append(f"p{param}")),
     "none": lambda it: vars(it.arrivals).update(at_each=None),
     "note": lambda it, param: it.arrivals.note([int(param)]),
@@ -298,14 +303,14 @@ def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
     # What was reset counts the gradient that is just being told.
     arrivals = arrivals_of([(0, 1)], 2, on_full=int, on_traversal=lambda *_: arrivals.reset())
     arrivals.note([1])
-    arrivals.arrive(0)
+    arrives(arrivals, 0)
     assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})
 
 
 def test_what_a_hook_of_the_users_returns_is_no_parameter() -> None:
     arrivals = arrivals_of([(0, 1, 2)], 3, on_full=int)
     arrivals.hooks[0](object())  # torch passes it on, and then refuses it
-    arrivals.arrive(1)
+    arrives(arrivals, 1)
     assert (arrivals.arrived, arrivals.absent, arrivals.missing(0)) == ({1}, {0, 2}, {0, 2})
 
 
@@ -321,18 +326,18 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
 
     def arrive_elsewhere() -> None:
         begins.wait()
-        arrivals.arrive(1)
+        arrives(arrivals, 1)
         has_counted.set()
 
     arrivals = arrivals_of([(0,), (1,)], 2, on_full=full.append, on_traversal=begin)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(arrive_elsewhere)
-        arrivals.arrive(0)
+        arrives(arrivals, 0)
     assert full == [0, 1]
 
 
 def test_a_bucket_knows_the_streams_that_its_gradients_arrived_on() -> None:
     arrivals = arrivals_of([(1, 0), (2,)], 3, on_full=lambda _: None, stream_of="xyz".__getitem__)
     for param in range(3):
-        arrivals.arrive(param)
+        arrives(arrivals, param)
     assert [bucket.streams for bucket in arrivals.buckets] == [{"x", "y"}, {"z"}]

@@ -11,14 +11,13 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow import ShardedGradientError
 from undertow.plan import plan_from_groups
-from undertow.sharded.bucket import GradientPlaceholder
-from undertow.sharded.shards import FlatParams
+from undertow.sharded.bucket import FlatParams, GradientPlaceholder
 from undertow.torch_private import private
 
 
 def test_a_parameter_is_shared_while_another_tensor_has_its_memory() -> None:
     (bucket,) = plan_from_groups([spec("weight", 8)], ((0,),), num_ranks=2).buckets
-    flat = FlatParams(bucket, [nn.Parameter(torch.ones(8))], rank=0, num_ranks=2)
+    flat = FlatParams(bucket, [nn.Parameter(torch.ones(8))], rank=0, num_ranks=2, num_shards=2)
     assert not private.are_shared(flat.addresses)
     kept = flat.params[0].data
     assert private.are_shared(flat.addresses)
@@ -26,10 +25,10 @@ def test_a_parameter_is_shared_while_another_tensor_has_its_memory() -> None:
     assert not private.are_shared(flat.addresses)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (2, 2)])
-def test_a_rank_without_others_to_gather_from_keeps_no_second_copy_of_its_parameters(num_ranks: int, num_replicas: int) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_without_others_to_gather_from_keeps_no_second_copy_of_its_parameters(num_ranks: int) -> None:
     (bucket,) = plan_from_groups([spec("weight", 1024)], ((0,),), num_ranks=num_ranks).buckets
-    ranks = {"rank": 0, "num_ranks": num_ranks, "num_replicas": num_replicas}
+    ranks = {"rank": 0, "num_ranks": num_ranks, "num_shards": 1}
     flat = FlatParams(bucket, [nn.Parameter(torch.ones(1024))], param_wire="int8", **ranks)
     assert (flat.exact, flat.parcel) == (None, None)
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from undertow.engine.hooks import ArrivalHooks
 from undertow.schedule import Arrivals, tracker
 from undertow.torch_private import private
 
@@ -81,9 +80,9 @@ def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_th
     full: list[int] = []
     param = ones(1)
     arrivals = Arrivals([[0]], [param], on_full=full.append, traversal=lambda: 0, on_traversal=lambda _: None)
-    hooks = ArrivalHooks([param], arrivals)
+    hook = private.hook_gradients(param, arrivals.hooks[0])
     torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
-    hooks.remove()
+    hook.remove()
     compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
     names = [code.co_name for code in compiled if code.co_filename == tracker.__file__]
     assert (full, names) == ([0], [])
