@@ -23,12 +23,16 @@ SCHEDULES = [
     ("data_parallel_1_bucket", lower_data_parallel(1, overlap=False), DDP, 1),
     ("data_parallel_3_buckets", lower_data_parallel(3), DDP, 3),
     ("data_parallel_3_buckets_no_overlap", lower_data_parallel(3, overlap=False), DDP, 3),
+    ("accumulation_1_bucket", lower_accumulation(1), DDP, 1),
+    ("accumulation_3_buckets", lower_accumulation(3), DDP, 3),
     ("zero1_1_bucket", lower_data_parallel(1, ZERO1), ZERO1, 1),
     ("zero1_3_buckets", lower_data_parallel(3, ZERO1), ZERO1, 3),
     ("zero1_3_buckets", lower_data_parallel(3, ZERO2), ZERO2, 3),
     ("zero1_3_buckets_no_overlap", lower_data_parallel(3, ZERO1, overlap=False), ZERO1, 3),
+    ("accumulation_3_buckets", lower_accumulation(3, ZERO1), ZERO1, 3),
     ("zero2_accumulation_3_buckets", lower_accumulation(3, ZERO2), ZERO2, 3),
     ("hybrid_2_buckets", lower_data_parallel(2, HYBRID), HYBRID, 2),
+    ("accumulation_3_buckets", lower_accumulation(3, HYBRID), HYBRID, 3),
 ]
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from hypothesis import strategies as st
 
 from undertow.plan import ParamSpec, Plan, SizeCaps, group_by_size, plan_from_groups
-from undertow.schedule import lower_data_parallel
+from undertow.schedule import lower_accumulation, lower_data_parallel
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "complex128": 16}
 
@@ -51,5 +51,5 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 # Every way to lower a number of buckets.
-LOWERINGS = [lower_data_parallel, partial(lower_data_parallel, overlap=False)]
+LOWERINGS = [lower_data_parallel, partial(lower_data_parallel, overlap=False), lower_accumulation]
 lowerings = st.sampled_from(LOWERINGS)

@@ -207,6 +207,7 @@ class LiveBucket(ABC):
         self.wire_bytes = spec.wire_bytes if shared.reducer.hook is None else 0
         self.encoded: list[Encoded] = []  # how its values travel, if in a format
         self.handles: list[Handle] = []
+        self._is_packed = False  # by a round that only accumulates
         # by position, gradients that arrived after the bucket was launched
         self._late: dict[int, Tensor] = {}
         # these, on their way in a second collective
@@ -280,6 +281,23 @@ class LiveBucket(ABC):
         self.marks.wait_stop = recorder.mark()
         for parcel in self.encoded:
             self.marks.take_codings(parcel.codings)
+
+    def pack_local(self) -> None:
+        """Packs in a backward that only accumulates.
+
+        Not if a gradient can be differentiated again (`create_graph=True`), which a copy could not.
+        """
+        self._is_packed = not any(
+            param.grad is not None and param.grad.requires_grad for param in self.params
+        )
+        if self._is_packed:
+            self.pack()
+
+    def bind_local(self) -> None:
+        """Binds `.grad` to values of `pack_local`, if it has packed."""
+        if self._is_packed:
+            self._is_packed = False
+            self.bind()
 
     def note_known(self) -> None:
         """Called when a step begins: whatever is in `.grad` now is not a new gradient.

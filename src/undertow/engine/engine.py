@@ -294,12 +294,13 @@ class Engine:
         # the first gradient.
         is_overtaken = current_plan.hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
+        conclude = self._conclude if is_synchronized else self._conclude_accumulation
         opened = Round(
             kind=kind,
             is_last=not self.is_accumulating,
             op=op,
             holds_back=is_overtaken,
-            conclude=self._conclude,
+            conclude=conclude,
         )
         if is_synchronized:
             if progress.num_rounds == 0:
@@ -309,7 +310,7 @@ class Engine:
         current_plan.hooks.arrivals.reset()
         self._round = opened
         self.recorder.backward_begins(generation=current_plan.compiled.generation)
-        if is_synchronized and current_plan.change is None:
+        if current_plan.change is None:
             self._start(opened)
 
     def _start(self, opened: Round) -> None:
@@ -337,10 +338,11 @@ class Engine:
 
     def _set_stage(self, ending: Round) -> None:
         self.recorder.backward_ends()
-        if ending.kind is RoundKind.ACCUMULATE:
-            ending.stage = self._conclude_accumulation
-        elif ending.has_started:
+        if ending.has_started:
             ending.stage = ending.send
+        elif ending.kind is RoundKind.ACCUMULATE:
+            # Gradients stay where they are until the ranks have met.
+            ending.stage = partial(self._conclude_accumulation, ending)
         else:
             ending.stage = self._late_stage(ending)
         ending.has_ended = True  # last: an error before leaves a backward that has failed
@@ -387,7 +389,7 @@ class Engine:
 
         return conclude
 
-    def _conclude_accumulation(self) -> None:
+    def _conclude_accumulation(self, _ended: Round) -> None:
         hooks = self.current_plan.hooks
         self._close_round()
         hooks.arrived_before |= hooks.arrivals.arrived

@@ -109,8 +109,13 @@ class CompiledPlan:
         return largest if self.plan.num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
 
     @cached_property
+    def accumulating(self) -> Releases:
+        """The ops of a backward that only accumulates: the same under every strategy."""
+        return Releases(lower_accumulation(len(self.plan.buckets)))
+
+    @cached_property
     def adding_up_shards(self) -> Releases:
-        """The ops of a micro-batch, if the strategy reduces micro-batches."""
+        """The ops of a backward that accumulates, if the strategy reduces micro-batches."""
         return Releases(lower_accumulation(len(self.plan.buckets), self.strategy))
 
     @property
@@ -119,20 +124,21 @@ class CompiledPlan:
             plan=self.plan, generation=self.generation, has_shards=self.strategy.gather is not None
         )
 
-    def round_begins(self) -> list[Reading]:
+    def round_begins(self, *, is_synchronized: bool) -> list[Reading]:
         """Called when a round starts.
 
-        Returns the contents of earlier trailers that have reached the host since, once.
+        Returns the contents of earlier trailers that have reached the host since, once. Only a
+        synchronization takes them, because an accumulation draws no conclusions.
         """
         self.is_profiling = private.is_profiling()
-        self._num_rounds += 1
+        self._num_rounds += is_synchronized
         if self.reducer.hook is not None:
             self.reducer.hook.begin_round()
         if self.reducer.finite is not None:
             self.reducer.finite.begin()
         # In case no forward has. Autograd detects most parameters that were read too early.
         self.layout.wait_for_parameters()
-        if not self.snapshots:
+        if not self.snapshots or not is_synchronized:
             return []
         there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]
         self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in there]
@@ -235,7 +241,7 @@ class CompiledPlan:
 class RoundKind(Enum):
     """The treatment of gradients in a round."""
 
-    ACCUMULATE = auto()  # leaves them where autograd puts them: it never starts
+    ACCUMULATE = auto()  # packs them, or leaves them in place, and sends nothing
     REDUCE = auto()
     SHADOW = auto()  # contributes none: this rank has run out of data
     # the last one under a plan before its parameters, or its communication hook, change
@@ -325,13 +331,17 @@ class Round:
         """Starts it under a plan."""
         self.compiled, self.hooks, self.terms = compiled, hooks, terms
         self.releases = compiled.synchronizing
-        if not self.is_last and compiled.strategy.reduces_micro_batches:
+        if self.kind is RoundKind.ACCUMULATE:
+            self.releases = compiled.accumulating
+        elif not self.is_last and compiled.strategy.reduces_micro_batches:
             self.releases = compiled.adding_up_shards  # and nothing more
         self.releases.reset()
         if hooks is not None:
             hooks.arrivals.on_full = self._bucket_is_full
         self.has_started = True
-        self.found.readings += compiled.round_begins()
+        self.found.readings += compiled.round_begins(
+            is_synchronized=self.kind is not RoundKind.ACCUMULATE
+        )
 
     @private.untraced
     def _bucket_is_full(self, bucket: int) -> None:
@@ -384,6 +394,9 @@ class Round:
         recorder, hooks = self.compiled.recorder, self.hooks
         if hooks is not None and hooks.arrivals.buckets[spec.index].streams:
             self._follow(bucket, hooks.arrivals.buckets[spec.index].streams)
+        if self.kind is RoundKind.ACCUMULATE:
+            bucket.pack_local()
+            return
         bucket.marks = recorder.ready(
             spec.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction
         )
@@ -469,6 +482,9 @@ class Round:
         )
 
     def _bind(self, bucket: LiveBucket) -> None:
+        if not bucket.handles:
+            bucket.bind_local()
+            return
         with self.compiled.group.watch.waiting(bucket.label):
             bucket.wait()
             if self.terms.rescale != 1.0:

@@ -29,11 +29,24 @@ def lower_data_parallel(
     )
 
 
-def lower_accumulation(num_buckets: int, strategy: Strategy) -> Schedule:
-    """Lowers a backward without a step, under a strategy that reduces micro-batches: gradients are
-    reduced to shards that add up."""
-    build = _Builder(strategy)
-    build.backward(num_buckets, overlap=True)
+def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
+    """Lowers a backward without a step.
+
+    Gradients move into their buckets and stay, or are reduced to shards that add up.
+    """
+    if strategy.reduces_micro_batches:
+        build = _Builder(strategy)
+        build.backward(num_buckets, overlap=True)
+        return Schedule(tuple(build.ops))
+    # of any strategy: gradients are packed and bound, and nothing else happens
+    build = _Builder(DDP)
+    fills, binds = [], []
+    for bucket in range(num_buckets):
+        fills.append(build.add(OpKind.FILL, bucket))
+        binds.append(
+            build.add(OpKind.BIND, bucket, after=[build.add(OpKind.PACK, bucket, after=fills[-1:])])
+        )
+    build.add(OpKind.JOIN, None, after=(build.add(OpKind.END, None, after=fills), *binds))
     return Schedule(tuple(build.ops))
 
 

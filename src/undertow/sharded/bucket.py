@@ -466,6 +466,17 @@ class ShardedBucket(DenseBucket):
         if unused:
             self.note_known()
 
+    @torch.no_grad()
+    def bind_local(self) -> None:
+        if not self._is_packed:
+            return
+        self._is_packed = False
+        _make(self._copies)
+        super().bind()
+        for position, placeholder in self._before.items():
+            param = self.params[position]
+            param.grad, placeholder.added = placeholder, param.grad
+
     def has_result(self) -> bool:
         grads = map(_grad_of, self.params)
         return any(grad is not None and not _is_dropped(grad) for grad in grads)
