@@ -113,13 +113,14 @@ def _which_are_bad(
     groups: Sequence[tuple[Sequence[Tensor], float]], *, is_host: bool
 ) -> Tensor | None:
     """Looks at groups of gradients, each with the largest number that is allowed."""
-    found = [_are_bad(parts, largest, is_host=is_host) for parts, largest in groups if parts]
-    bad = torch.cat(found)
+    bad = torch.cat(
+        [_are_bad(parts, largest, is_host=is_host) for parts, largest in groups if parts]
+    )
     return bad if not is_host or bad.any() else None
 
 
 def _are_bad(parts: Sequence[Tensor], largest: float, *, is_host: bool) -> Tensor:
-    if not parts[0].is_sparse and not is_host:
+    if not is_host:
         nothing = parts[0].new_zeros(1)
         filled = [part if part.numel() else nothing for part in parts]
         return (torch.stack(private.largest_of_each(filled)) <= largest).logical_not()
