@@ -17,7 +17,7 @@ from support.models import noise
 from support.naive import naive_mean, of_all
 from support.ranks import in_ranks
 from support.scripted import one_each, scripted
-from support.streamed import Streamed, checked, placed
+from support.streamed import Streamed, checked, on_device, placed
 from support.streams import OnStream, StreamErrors
 from support.streams.backend import BACKEND
 from support.units import reentrant
@@ -66,11 +66,11 @@ def train(it: Streamed, *, num_steps: int = LEARNS + 3, width: int = WIDTH, wait
     """Trains both models; in the last steps Undertow makes the host wait for nothing."""
     for step in range(num_steps):
         x = noise(4, width, step=step)
-        on_device = it.checker.to_device(x)
+        there = on_device(x)
         is_steady = step >= LEARNS and not waits
         with it.checker.without_synchronization() if is_steady else contextlib.nullcontext():
             it.optimizer.zero_grad()
-            loss(it.model, on_device).backward()
+            loss(it.model, there).backward()
             it.optimizer.step()
         it.bare_optimizer.zero_grad()
         loss(it.bare, x).backward()
@@ -271,7 +271,7 @@ def start_mean(it: Streamed) -> tuple[Callable[[], object], Tensor]:
 
 
 def start_by_hand(it: Streamed) -> tuple[Callable[[], object], Tensor]:
-    loss(it.model.module, it.checker.to_device(noise(4, WIDTH))).backward()
+    loss(it.model.module, on_device(noise(4, WIDTH))).backward()
     manager = GradientBucketManager(it.group, list(it.model.module.parameters()))
     return manager.reduce_all_async().wait, manager.buckets[0].bucket_tensor
 
@@ -300,7 +300,7 @@ def test_parameters_arrive_for_the_stream_that_waits_first(is_awaited: bool) -> 
     with side_is_wrong, placed(layers(), strategy="zero1") as it:
         train(it)
         side, after_step = it.checker.new_stream(), it.checker.record()
-        it.model(it.checker.to_device(noise(4, WIDTH)))
+        it.model(on_device(noise(4, WIDTH)))
         event = it.checker.record() if is_awaited else after_step
         event.wait(side)
         with it.checker.use(side):
@@ -315,7 +315,7 @@ def test_gradients_are_clipped_and_read_before_the_step(strategy: str) -> None:
     with placed(layers(), strategy=strategy) as it:
         for step in range(LEARNS + 1):
             it.optimizer.zero_grad()
-            loss(it.model, it.checker.to_device(noise(4, WIDTH, step=step))).backward()
+            loss(it.model, on_device(noise(4, WIDTH, step=step))).backward()
             assert clip_grad_norm_(it.model, 0.01).isfinite()
             assert it.model.full_gradient(it.model.module[0].weight).square().sum() <= 0.01**2 * 1.01  # a norm's rounding
             it.optimizer.step()
@@ -330,7 +330,7 @@ def test_a_scaler_unscales_and_skips(strategy: str) -> None:
             before = [param.detach().clone() for param in it.model.module.parameters()]
             it.optimizer.zero_grad()
             factor = float("inf") if step == LEARNS and dist.get_rank() == 1 else 1.0
-            scaler.scale(loss(it.model, it.checker.to_device(noise(4, WIDTH, step=step))) * factor).backward()
+            scaler.scale(loss(it.model, on_device(noise(4, WIDTH, step=step))) * factor).backward()
             scaler.step(it.optimizer)
             scaler.update()
             it.model.wait()
@@ -344,7 +344,7 @@ def test_a_gradient_that_is_not_finite_is_found_before_the_step(strategy: str) -
         for step in range(LEARNS + 2):
             it.optimizer.zero_grad()
             factor = float("nan") if step == LEARNS + 1 and dist.get_rank() == 1 else 1.0
-            (loss(it.model, it.checker.to_device(noise(4, WIDTH, step=step))) * factor).backward()
+            (loss(it.model, on_device(noise(4, WIDTH, step=step))) * factor).backward()
             if step <= LEARNS:
                 it.optimizer.step()
         assert "rank 1" in text_of(NonFiniteGradient, it.optimizer.step)
@@ -394,7 +394,7 @@ def test_a_plan_for_shards_moves_on_another_stream_than_it_was_made_on() -> None
         it.checker.record().wait(stream)
         with it.checker.use(stream):
             train(it, num_steps=NUM_STEPS_UNTIL_A_MOVE - 2, waits=True)
-            x = it.checker.to_device(noise(4, WIDTH))
+            x = on_device(noise(4, WIDTH))
             loss(it.model, x).backward()  # added to shards of the last step, which keep the plan
             it.optimizer.zero_grad()
             value = loss(it.model, x)
@@ -413,7 +413,7 @@ def test_micro_batches_from_several_streams_are_added(strategy: str) -> None:
         branches.__dict__["runs"] = OnStream(branches.there, it.checker, it.checker.new_stream())
         for step in range(LEARNS + 2):
             x = noise(4, WIDTH, step=step)
-            y = it.checker.to_device(x)
+            y = on_device(x)
             with it.checker.without_synchronization() if step >= LEARNS else contextlib.nullcontext():
                 it.optimizer.zero_grad()
                 with it.model.no_sync():
@@ -434,7 +434,7 @@ def test_replicas_buffers_and_states_are_compared_and_sent() -> None:
     with placed(model, strategy="zero1", check_replicas_every=2, buffers="mean") as it:
         for step in range(LEARNS + 2):
             it.optimizer.zero_grad()
-            loss(it.model, it.checker.to_device(noise(4, WIDTH, step=step))).backward()
+            loss(it.model, on_device(noise(4, WIDTH, step=step))).backward()
             it.optimizer.step()
         state, of_optimizer = it.model.state_dict(), it.optimizer.state_dict()
         it.model.load_state_dict(state)
@@ -446,7 +446,7 @@ def test_replicas_buffers_and_states_are_compared_and_sent() -> None:
 @in_ranks(2)
 def test_gradients_are_averaged_by_hand() -> None:
     with placed(layers()) as it:
-        loss(it.model.module, it.checker.to_device(noise(4, WIDTH))).backward()
+        loss(it.model.module, on_device(noise(4, WIDTH))).backward()
         grads = [param.grad for param in it.model.module.parameters()]
         with it.checker.without_synchronization():
             means = average_gradients(grads, process_group=it.group)
@@ -458,7 +458,7 @@ def test_gradients_are_averaged_by_hand() -> None:
 @in_ranks(2)
 def test_buckets_are_averaged_by_hand(waits: bool) -> None:
     with placed(layers()) as it:
-        loss(it.model.module, it.checker.to_device(noise(4, WIDTH))).backward()
+        loss(it.model.module, on_device(noise(4, WIDTH))).backward()
         manager = GradientBucketManager(it.group, list(it.model.module.parameters()))
         manager.reduce_all_async(dist.ReduceOp.AVG)
         if waits:
@@ -479,7 +479,7 @@ def require_overlap(it: Streamed) -> None:
     last = it.model.module[0].weight
     last.register_post_accumulate_grad_hook(lambda _: known.append(dict(it.checker.default.clock)))
     it.optimizer.zero_grad()
-    value = loss(it.model, it.checker.to_device(noise(4, WIDTH)))
+    value = loss(it.model, on_device(noise(4, WIDTH)))
     before = dict(it.checker.default.clock)
     value.backward()
     (at_last,) = known
@@ -499,7 +499,7 @@ OVERLAPS = [
 @in_ranks(2)
 def test_a_reduction_by_hand_may_be_polled() -> None:
     with placed(layers()) as it:
-        loss(it.model.module, it.checker.to_device(noise(4, WIDTH))).backward()
+        loss(it.model.module, on_device(noise(4, WIDTH))).backward()
         manager = GradientBucketManager(it.group, list(it.model.module.parameters()))
         handle = manager.reduce_all_async(dist.ReduceOp.AVG)
         assert not handle.is_completed()  # as on a device that is behind
@@ -556,7 +556,7 @@ def test_a_learning_rate_and_buffers_on_the_device_are_not_read() -> None:
         for step in range(LEARNS + 2):
             num_before = len(it.checker.synchronizations)
             optimizer.zero_grad()
-            loss(it.model, it.checker.to_device(noise(4, WIDTH, step=step))).backward()
+            loss(it.model, on_device(noise(4, WIDTH, step=step))).backward()
             optimizer.step()  # of torch's, which reads the rate
         assert [text for text in it.checker.synchronizations[num_before:] if "/undertow/" in text] == []
 
@@ -567,7 +567,7 @@ def test_a_search_for_infinities_makes_the_host_wait_only_for_trailers(settings:
     with placed(layers(BLOCKS), nonfinite="skip", **settings) as it:
         train(it, width=BLOCKS, waits=True)
         num_before = len(it.checker.synchronizations)
-        loss(it.model, it.checker.to_device(noise(4, BLOCKS))).backward()
+        loss(it.model, on_device(noise(4, BLOCKS))).backward()
         assert {text.split("\n")[1].rpartition(" ")[2] for text in it.checker.synchronizations[num_before:]} <= {
             *("TrailerCodec.read", "TrailerCodec.numbers", "TrailerCodec.parse"),
         }
@@ -600,7 +600,7 @@ def test_steps_may_run_on_another_stream_than_forwards(strategy: str, settings: 
         stream = it.checker.new_stream()
         for step in range(LEARNS + 2):
             it.optimizer.zero_grad()
-            loss(it.model, it.checker.to_device(noise(4, BLOCKS, step=step))).backward()
+            loss(it.model, on_device(noise(4, BLOCKS, step=step))).backward()
             it.checker.record().wait(stream)
             with it.checker.use(stream):
                 it.optimizer.step()

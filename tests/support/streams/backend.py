@@ -95,17 +95,11 @@ class StreamWork(dist.Work):
             self.checker.synchronized("a wait with a limit" if timeout else "barrier", self.event.clock)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         if not self.event.query():
             return False
         self.bring()
         return True
-
-    def is_success(self) -> bool:
-        return self.is_completed()
 
     def get_future(self) -> StreamFuture:
         return StreamFuture(self.checker, self.event, self.outputs, self.bring)
@@ -149,11 +143,9 @@ class StreamGroup(dist.ProcessGroup):
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
         self.stream = checker.new_stream(f"the stream of group {self.key}")
         self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", options.store), rank, size, options.timeout)
+        # From its backend a group has its name.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        return BACKEND
 
     def launch(self, kind: str, inputs: list[Tensor], outputs: list[Tensor], start: Start) -> StreamWork:
         """`start` begins the collective on copies of the inputs."""

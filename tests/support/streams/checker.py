@@ -125,14 +125,6 @@ class Checker:
             self._enter(tensor, self.launch("placed", [], []), is_device=is_device)
         return tensor
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """A copy that the host does not wait for, out of pinned memory that nobody writes."""
-        return tensor.detach().to(DEVICE, non_blocking=True)
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """A pinned copy, which has its values once the next event is reached."""
-        return tensor.detach().to("cpu", non_blocking=True)
-
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """The memory of a tensor, if it is the device's or pinned."""
         if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
