@@ -205,16 +205,26 @@ def test_a_late_gradient_may_come_from_another_stream() -> None:
 
 
 class Rows(nn.Module):
-    """An embedding with sparse gradients."""
+    """An embedding with sparse gradients, between layers."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.rows, self.last = nn.Embedding(7, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+        self.first, self.rows, self.last = nn.Linear(WIDTH, WIDTH), nn.Embedding(7, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.first(x))
+
+    def behind(self, x: Tensor) -> Tensor:
         numbers = torch.arange(len(x), device=x.device) + 2 * dist.get_rank()
         return self.last(x + self.rows(numbers))
+
+
+class LateRows(Rows):
+    """The same, with gradients in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reentrant(self.behind, reentrant(self.behind, self.first(x)).tanh())
 
 
 @pytest.mark.parametrize("settings", [{}, {"reduction": "ordered"}, {"wire": "bfloat16"}], ids=str)
@@ -228,6 +238,14 @@ def test_sparse_gradients_become_dense_on_a_device(strategy: str, settings: dict
         require_alike(it, tolerance=0.12 if "wire" in settings else 0.0)
         if strategy == "ddp":
             assert it.model.module.rows.weight.grad.layout is torch.strided
+
+
+@in_ranks(2)
+def test_a_part_of_a_sparse_gradient_may_come_late() -> None:
+    with placed(LateRows()) as it:
+        it.bare.rows.sparse = False
+        train(it, num_steps=2, waits=True)
+        require_alike(it, tolerance=1e-6)  # two means are added, not the parts
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
