@@ -157,7 +157,7 @@ REMOVALS = (
     Removal("buckets/trailer.py", "bits if device.is_host else device.to_device(bits, bits.dtype)", "bits"),
     Removal("buckets/trailer.py", "mine[place].copy_(device.to_device(bits, bits.dtype))", "mine[place].copy_(bits)"),
     Removal("buckets/finite.py", "if is_host and not not_finite(values", "if not not_finite(values"),
-    Removal("buckets/finite.py", "parts[0].is_sparse and not is_host", "parts[0].is_sparse and False"),
+    Removal("buckets/finite.py", "if not is_host:\n        nothing", "if False:\n        nothing"),
     Removal("buckets/comm_hook.py", "if not group.hardware.is_host:", "if False:"),
     Removal(
         "sync/handles.py",

@@ -129,7 +129,7 @@ def keeps_for_another(checker: Checker, is_right: bool) -> None:
 
 def reads_pinned(checker: Checker, is_right: bool) -> None:
     """pinned memory: the host reads what another stream writes"""
-    copied, event = checker.to_host(made()), checker.record()
+    copied, event = made().to("cpu", non_blocking=True), checker.record()
     if is_right:
         event.synchronize()
     copied.sum().item()
@@ -137,7 +137,7 @@ def reads_pinned(checker: Checker, is_right: bool) -> None:
 
 def polls_and_reads_pinned(checker: Checker, is_right: bool) -> None:
     """pinned memory, and an event that is polled: the host reads what another stream writes"""
-    copied, event = checker.to_host(made()), checker.record()
+    copied, event = made().to("cpu", non_blocking=True), checker.record()
     assert not event.query()
     if is_right:
         assert event.query()
@@ -289,7 +289,7 @@ def takes_a_wait_for_the_hosts(checker: Checker, is_right: bool, group: dist.Pro
     work = launched(group, x)
     work.wait()
     assert not work.is_completed()
-    copied = checker.to_host(x)
+    copied = x.to("cpu", non_blocking=True)
     if is_right:
         checker.synchronize()
     assert copied.tolist() == [2.0] * 8

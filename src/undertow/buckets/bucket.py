@@ -599,7 +599,7 @@ class DenseBucket(LiveBucket):
         views = self.memory.views_of(values)
         self._keep(self._late.values())
         for position, grad in self._late.items():
-            views[position].copy_(grad)
+            views[position].add_(grad)  # which may be sparse
         if self._own is not None:
             self._own[: values.numel()] += values
         return (values,)
@@ -611,7 +611,10 @@ class DenseBucket(LiveBucket):
 
 
 class SparseBucket(LiveBucket):
-    """A bucket of sparse gradients, such as of the weight of nn.Embedding(sparse=True)."""
+    """A bucket of sparse gradients, such as of the weight of nn.Embedding(sparse=True), on the host.
+
+    On a device, dense buckets take them.
+    """
 
     def __init__(self, spec: Bucket, shared: Shared) -> None:
         super().__init__(spec, shared)

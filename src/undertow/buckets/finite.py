@@ -75,7 +75,7 @@ def bad_slots(
 
 
 def _are_bad(parts: Sequence[Tensor], largest: float, *, is_host: bool) -> Tensor:
-    if not parts[0].is_sparse and not is_host:
+    if not is_host:
         nothing = parts[0].new_zeros(1)
         filled = [part if part.numel() else nothing for part in parts]
         return (torch.stack(private.largest_of_each(filled)) <= largest).logical_not()

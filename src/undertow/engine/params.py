@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from undertow.device import device_of
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec
 from undertow.ranks.agreement import Agreement, CommonBuffers, Place, why_not_sent
@@ -303,13 +304,20 @@ def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]
 
 
 def sparse_params(module: nn.Module) -> set[int]:
-    """Returns the ids of parameters in layers that are declared to produce sparse gradients."""
+    """Returns the ids of parameters in layers that are declared to produce sparse gradients.
+
+    None of those on a device: NCCL cannot reduce sparse tensors, and buckets make them dense.
+    """
     embeddings = (
         layer
         for _, layer in tables.named_modules(module)
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
     )
-    return {id(layer.weight) for layer in embeddings if layer.sparse}
+    return {
+        id(layer.weight)
+        for layer in embeddings
+        if layer.sparse and device_of(layer.weight.device).is_host
+    }
 
 
 def _description_of_buffer(name: str, buffer: Tensor) -> dict[str, Any]:

@@ -27,12 +27,13 @@ To use it alone (it needs torch only; nothing here imports the project that it i
 
 Everything that an operator makes out of device memory is device memory, unless `device="cpu"` is asked for, without an index;
 factories with `device="cpu:0"` make device memory, others the host's. `tensor.device` is `cpu:0` for device memory. Hence code
-under test must take devices from tensors, and its own streams and events from the checker.
+under test must take devices from tensors, and its own streams and events from the checker. `x.to("cpu", non_blocking=True)`
+makes pinned memory; `x.to("cpu:0", non_blocking=True)` takes the host's for pinned.
 
 Collectives: `dist.init_process_group("streams", ...)` or `dist.new_group(backend="streams")` inside of the context; gloo carries
 the values. As with NCCL a group has a separate stream, which waits for the stream that is current at the launch; `wait()`
-makes the current stream wait and not the host; `is_completed()` is False until the host has seen the end. Without tags: there is
-no send and no receive. All ranks must leave the context together, unless one raises.
+makes the current stream wait and not the host; `is_completed()` is False until the host has seen the end. There is no
+send, no receive and no reduction of sparse tensors. All ranks must leave the context together, unless one raises.
 
 `OnStream(module, stream)` runs a module's forward and backward on a stream, with the edges that autograd adds on a device.
 

@@ -6,10 +6,10 @@ import contextlib
 import itertools
 import threading
 import weakref
-from bisect import bisect_right
-from collections import deque
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial, wraps
+from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, Self
 from unittest import mock
 
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from support.streams.backend import Orders, stream_backend
+from support.streams import backend
+from support.streams.backend import tensors_in
 from support.streams.clocks import Access, Clock, Event, Frames, Memory, Stream, shown, stack, text_of
 
 DEVICE = torch.device("cpu", 0)
 _READS_A_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
+_start_of = attrgetter("start")
 
 
 class StreamErrors(AssertionError):
@@ -43,17 +45,11 @@ class Checker:
         self.streams = [self.default]
         self.findings: dict[object, str] = {}
         self.synchronizations: list[str] = []
-        self.orders = Orders()
-        self.leaves: list[tuple[Stream, Stream]] = []  # of the backward under way, and those that will wait for them
-        self.pending: dict[Any, None] = {}  # collectives whose values have not arrived
-        self.held: dict[Any, None] = {}  # those that no stream has waited for
-        self._memories: list[Memory] = []  # by address
-        self._starts: list[int] = []
-        self._nothing = Memory(0, 0, Access(self.default, 0, "nothing", []), True, None)
+        self.launches: list[backend.Launch] = []  # collectives of this rank, in order
+        self.works: dict[backend.StreamWork, None] = {}  # collectives that no stream has waited for
+        self.leaves: set[Stream] = set()  # that the backward under way has used
         self.wrappers: Any = WeakTensorKeyDictionary()  # tensors without memory, on the device
-        self._empty: Any = WeakIdKeyDictionary()  # storages without bytes, on the device
-        self._freed: deque[tuple[Memory, Frames]] = deque()
-        self._numbers = itertools.count(1)
+        self._memories: list[Memory] = []  # by address
         self._of_thread = threading.local()
         self._lock = threading.RLock()
         self._stack = contextlib.ExitStack()
@@ -64,33 +60,27 @@ class Checker:
     def current(self) -> Stream:
         return getattr(self._of_thread, "stream", self.default)
 
-    def new_stream(self, name: str = "") -> Stream:
-        self.streams.append(Stream(name or f"stream {next(self._numbers)}"))
-        return self.streams[-1]
+    def switch(self, stream: Stream) -> None:
+        self._of_thread.stream = stream
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
         before = self.current
-        self._of_thread.stream = stream
+        self.switch(stream)
         try:
             yield
         finally:
-            self._of_thread.stream = before
+            self.switch(before)
 
-    def switch(self, stream: Stream) -> None:
-        self._of_thread.stream = stream
-
-    def join(self) -> None:
-        """A stream waits for others that have made gradients."""
-        while self.leaves:
-            inner, outer = self.leaves.pop()
-            self.record(inner).wait(outer)
+    def new_stream(self, name: str = "") -> Stream:
+        self.streams.append(Stream(name or f"stream {len(self.streams)}"))
+        return self.streams[-1]
 
     def record(self, stream: Stream | None = None) -> Event:
         """An event of this moment, on the current stream by default."""
         stream = stream or self.current
-        stream.follows(self.host.now())
-        return Event(self, stream.now(), stack(), next(self._numbers))
+        stream.follows(self.host.clock)
+        return Event(self, dict(stream.clock), stack())
 
     def keep(self, tensor: Tensor, stream: Stream | None = None) -> None:
         """As `tensor.record_stream`: its memory, once freed, is not used before the stream has run what it has by then."""
@@ -100,13 +90,17 @@ class Checker:
 
     def synchronize(self) -> None:
         """Makes the host wait for all streams."""
-        for work in list(self.pending):
+        self.deliver()
+        self.synchronized("synchronize", {stream: stream.clock[stream] for stream in self.streams})
+
+    def deliver(self) -> None:
+        """All collectives write their values."""
+        for work in list(self.works):
             work.deliver()
-        self.synchronized("synchronize", {stream: stream.count for stream in self.streams})
 
     def synchronized(self, why: str, clock: Clock | None = None) -> None:
-        self.drain()
-        self.host.follows(self.current.now() if clock is None else clock)
+        """The host has waited, by default for the current stream."""
+        self.host.follows(self.current.clock if clock is None else clock)
         self.synchronizations.append(f"{why}\n{text_of(stack())}")
 
     @contextlib.contextmanager
@@ -126,43 +120,24 @@ class Checker:
         return module
 
     def place_tensor(self, tensor: Tensor, *, is_device: bool = True) -> Tensor:
+        """Makes the memory of a tensor the device's, or pinned."""
         with self.quiet():
-            self._enter(tensor, Access(self.current, self.current.count, "placed", stack()), is_device=is_device)
+            self._enter(tensor, self.launch("placed", [], []), is_device=is_device)
         return tensor
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """A copy that the host does not wait for, out of pinned memory that nobody writes."""
-        with self.quiet():
-            copied = tensor.detach().clone()
-        self.launch("to_device", [], [])
-        return self.place_tensor(copied)
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """A pinned copy, which has its values once the next event is reached."""
-        with self.quiet():
-            copied = tensor.detach().clone()
-        self.place_tensor(copied, is_device=False)
-        self.launch("to_host", [tensor], [copied])
-        return copied
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """The memory of a tensor, if it is the device's or pinned."""
         if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None
-        self.drain()
-        address = tensor.data_ptr()
-        if not address:  # of an empty tensor, whatever memory it is a view of
-            storage = tensor.untyped_storage()
-            if storage in self._empty:
-                return self._nothing
-            address = storage.data_ptr()
-        place = bisect_right(self._starts, address) - 1
-        memory = self._memories[place] if place >= 0 else None
+        address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # an empty tensor has no address
+        with self._lock:
+            place = bisect_right(self._memories, address, key=_start_of)
+            memory = self._memories[place - 1] if place else None
         return memory if memory is not None and address < memory.stop else None
 
     def is_on_device(self, tensor: Tensor) -> bool:
         with self.quiet(), torch._C.DisableTorchFunction():
-            memory = self.memory_of(next(_tensors(tensor)))
+            memory = self.memory_of(next(tensors_in(tensor)))
             return tensor in self.wrappers if memory is None else memory.is_device
 
     def _enter(self, tensor: Tensor, made: Access, *, is_device: bool = True) -> None:
@@ -171,33 +146,23 @@ class Checker:
             return
         storage = tensor.untyped_storage()
         if not storage.nbytes():
-            if is_device:
-                self._empty[storage] = None
-            return
+            storage.resize_(1)  # else it would have no address
         start = storage.data_ptr()
-        memory = Memory(start, start + storage.nbytes(), made, is_device, None)
-        memory.ref = weakref.ref(storage, lambda _: self._freed.append((memory, stack())))
-        place = bisect_right(self._starts, start)
-        self._starts.insert(place, start)
-        self._memories.insert(place, memory)
+        memory = Memory(start, start + storage.nbytes(), made, is_device)
+        memory.ref = weakref.ref(storage, lambda _: self._free(memory))
+        with self._lock:
+            insort(self._memories, memory, key=_start_of)
 
-    def _leave(self, memory: Memory) -> None:
-        place = bisect_right(self._starts, memory.start) - 1
-        if place >= 0 and self._memories[place] is memory:
-            del self._starts[place], self._memories[place]
-
-    def drain(self) -> None:
-        """Looks at memory that was freed: the stream that has made it may use it again at once."""
-        while self._freed:
-            memory, frames = self._freed.popleft()
-            self._leave(memory)
-            home = memory.made.stream
-            orderly = (home, self.host, *memory.kept)  # a kept stream may have waited for others
-            for segment in memory.segments:
-                for access in (segment.write, *segment.reads.values()):
-                    if memory.is_device and not any(stream.is_behind(access) for stream in orderly):
-                        freed = f"freed, so that {home} may use it again\n{text_of(frames)}\n    made: {memory.made}"
-                        self._find("memory is freed while another stream may use it", access, freed, frames)
+    def _free(self, memory: Memory) -> None:
+        """The stream that has made it may use it again at once."""
+        with self._lock:
+            self._memories.remove(memory)
+        home, frames = memory.made.stream, stack()
+        orderly = (home, self.host, *memory.kept)  # a kept stream may have waited for others
+        for access in [each for it in memory.segments for each in (it.write, *it.reads.values())]:
+            if memory.is_device and not any(stream.is_behind(access) for stream in orderly):
+                freed = f"freed, so that {home} may use it again\n{text_of(frames)}\n    made: {memory.made}"
+                self.find("memory is freed while another stream may use it", access, freed, frames)
 
     # Accesses
 
@@ -205,13 +170,13 @@ class Checker:
         """Books an operator on a stream, by default the current one, which runs it after all the host has done."""
         stream = stream or self.current
         with self._lock:
-            self.drain()
-            if stream is not self.host:
-                stream.follows(self.host.now())
-            stream.count += 1
-            access = Access(stream, stream.count, what, stack())
-            for tensor, is_write in [*((each, False) for each in reads), *((each, True) for each in writes)]:
-                self._touch(tensor, access, is_write=is_write)
+            stream.follows(self.host.clock)
+            stream.clock[stream] += 1
+            access = Access(stream, stream.clock[stream], what, stack())
+            for tensor in reads:
+                self._touch(tensor, access, is_write=False)
+            for tensor in writes:
+                self._touch(tensor, access, is_write=True)
         return access
 
     def _touch(self, tensor: Tensor, access: Access, *, is_write: bool) -> None:
@@ -220,49 +185,47 @@ class Checker:
             return
         stream, start = access.stream, tensor.data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        for segment in memory.between(start, min(memory.stop, start + (last + 1) * tensor.itemsize)):
-            if not stream.is_behind(segment.write):
-                how = "writes what another stream writes" if is_write else "reads what another stream writes"
-                self._find(f"{stream} {how}, without waiting for it", segment.write, str(access), access.frames)
-            if not is_write:
+        does = "writes" if is_write else "reads"
+        for segment in memory.between(start, start + (last + 1) * tensor.itemsize):
+            earlier = [("writes", segment.write)]
+            if is_write:
+                earlier += [("reads", read) for read in segment.reads.values()]
+            for did, each in earlier:
+                if not stream.is_behind(each):
+                    what = f"{stream} {does} what another stream {did}, without waiting for it"
+                    self.find(what, each, str(access), access.frames)
+            if is_write:
+                segment.write, segment.reads = access, {}
+            else:
                 segment.reads[stream] = access
-                continue
-            for read in segment.reads.values():
-                if not stream.is_behind(read):
-                    self._find(
-                        f"{stream} writes what another stream reads, without waiting for it", read, str(access), access.frames
-                    )
-            segment.write, segment.reads = access, {}
 
-    def _find(self, what: str, earlier: Access, later: str, frames: Frames) -> None:
+    def find(self, what: str, earlier: Access, later: str, frames: Frames) -> None:
         where = shown(earlier.frames)[0], shown(frames)[0]
         self.findings.setdefault((what, where), f"{what}\n    first: {earlier}\n    then: {later}")
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator of torch's, and books it."""
-        reads, writes = _accesses(op)
-        used: list[tuple[Tensor, str, Memory | None]] = []
-        for key, value in itertools.chain(enumerate(args), kwargs.items()):
-            used += [(each, _slot(op, key), self.memory_of(each)) for each in _tensors(value)]
-        place = kwargs.get("device")
+        aliases = {each.name: each.alias_info for each in op._schema.arguments}
+        values = dict(zip(aliases, args, strict=False)) | kwargs
+        used = [(name, each, self.memory_of(each)) for name, value in values.items() for each in tensors_in(value)]
+        place = values.get("device")
         is_made_there = place is not None and place.index is not None
+        goes_to_host = place is not None and place.index is None
         is_launched = is_made_there or any(memory is not None and memory.is_device for _, _, memory in used)
-        tracked = [(each, slot) for each, slot, memory in used if memory is not None]
-        if not is_launched and not tracked:
+        if not is_launched and all(memory is None for _, _, memory in used):
             return op(*args, **kwargs)
-        read = [each for each, slot in tracked if slot in reads]
-        written = [each for each, slot in tracked if slot in writes]
+        # A view of an argument reads nothing.
+        read = [each for name, each, _ in used if aliases[name] is None]
+        written = [each for name, each, _ in used if aliases[name] is not None and aliases[name].is_write]
         access = self.launch(str(op), read, written, stream=None if is_launched else self.host)
         result = op(*args, **kwargs)
         if not is_launched:
             return result
-        goes_to_host = place is not None and place.index is None
-        for each in () if goes_to_host else _tensors(result):
+        for each in () if goes_to_host else tensors_in(result):
             self._enter(each, access)
         # Numbers of the host are arguments of a kernel; anything longer is copied.
-        is_mixed = any(memory is None and each.dim() > 0 and each.numel() > 0 for each, _, memory in used)
-        is_async = kwargs.get("non_blocking") or (op is torch.ops.aten.copy_.default and any(args[2:]))
-        if _waits(op, args) or ((goes_to_host or is_mixed) and not is_async):
+        is_mixed = any(memory is None and each.dim() > 0 and each.numel() > 0 for _, each, memory in used)
+        if _waits(op, args) or ((goes_to_host or is_mixed) and not values.get("non_blocking")):
             self.synchronized(str(op))
         return result
 
@@ -293,23 +256,8 @@ class Checker:
         return getattr(self._of_thread, "is_quiet", False)
 
     def __enter__(self) -> Self:
+        backend.register(self)
         self._stack.enter_context(_Operators(self))
-        self._stack.enter_context(self._in_threads())
-        self._stack.enter_context(stream_backend(self))
-        # A tensor without memory, of a device that torch takes for another one than the device of tensors that have some.
-        on_host = partial(_without_index, self, Tensor._make_wrapper_subclass)
-        self._stack.enter_context(mock.patch.object(Tensor, "_make_wrapper_subclass", staticmethod(on_host)))
-        run = torch.autograd._engine_run_backward
-
-        def run_and_join(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-            """The stream of the caller waits for the streams of gradients before any callback at the end, as on a device."""
-            first = next((it.grad_fn for it in roots if it.grad_fn is not None), None)
-            if first is None:
-                return run(roots, *args, **kwargs)
-            with first.register_prehook(lambda _: Variable._execution_engine.queue_callback(self.join)):
-                return run(roots, *args, **kwargs)
-
-        self._stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_and_join))
         for owner, name, act in _PATCHES:
             function = getattr(owner, name)
             is_property = not callable(function)
@@ -319,35 +267,13 @@ class Checker:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._stack:
-            if kind is None:
-                self.drain()
-                with self.quiet():
-                    for work in list(self.pending):
-                        work.deliver()
-                    texts = [*self.findings.values(), *self.orders.differences()]
-        if kind is None and texts:
+            if kind is not None:
+                return
+            self.deliver()
+            with self.quiet():
+                texts = [*self.findings.values(), *backend.differences(self.launches)]
+        if texts:
             raise StreamErrors("\n\n".join([f"{len(texts)} findings", *texts]))
-
-    @contextlib.contextmanager
-    def _in_threads(self) -> Iterator[None]:
-        """Threads that start in the context are seen as well: a mode belongs to a thread."""
-        start = threading.Thread.start
-
-        def start_seen(thread: threading.Thread) -> None:
-            run = thread.run
-
-            def run_seen() -> None:
-                with _Operators(self):
-                    run()
-
-            thread.run = run_seen  # type: ignore[method-assign]
-            start(thread)
-
-        threading.Thread.start = start_seen  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            threading.Thread.start = start  # type: ignore[method-assign]
 
 
 class _Operators(TorchDispatchMode):
@@ -359,13 +285,22 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.checker.is_quiet:
             return op(*args, **kwargs)
-        if any(type(it).__torch_dispatch__ is not Tensor.__torch_dispatch__ for it in _tensors([*args, *kwargs.values()])):
+        if any(type(it).__torch_dispatch__ is not Tensor.__torch_dispatch__ for it in tensors_in([*args, *kwargs.values()])):
             return NotImplemented  # such a class calls its own operators, which arrive here
         with self.checker.quiet(), torch._C.DisableTorchFunction():
             return self.checker.run(op, args, kwargs)
 
 
-# What does not reach torch's dispatcher: devices, and reads by the host.
+def _waits(op: Any, args: tuple[Any, ...]) -> bool:
+    """True if the host needs values of the device for the result."""
+    if not any(tag in op.tags for tag in _READS_A_VALUE):
+        return False
+    if op._schema.name.rpartition("::")[2] in _BY_INDEX:
+        return any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(args[1]))
+    return True
+
+
+# What does not reach torch's dispatcher: devices, reads by the host, new threads, and the end of a backward.
 
 
 def _instead(checker: Checker, act: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -376,14 +311,6 @@ def _instead(checker: Checker, act: Callable[..., Any], function: Callable[..., 
         return function(*args, **kwargs) if checker.is_quiet else act(checker, function, *args, **kwargs)
 
     return called
-
-
-def _without_index(checker: Checker, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    if kwargs.get("device") != DEVICE:
-        return make(*args, **kwargs)
-    made = make(*args, **kwargs | {"device": "cpu"})
-    checker.wrappers[made] = None
-    return made
 
 
 def _device(checker: Checker, function: Any, tensor: Tensor) -> torch.device:
@@ -422,29 +349,66 @@ def _make(checker: Checker, function: Any, *args: Any, **kwargs: Any) -> Tensor:
     return made
 
 
+def _make_wrapper(checker: Checker, function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor without memory: torch must see the device of those that have some."""
+    if kwargs.get("device") != DEVICE:
+        return function(*args, **kwargs)
+    made = function(*args, **kwargs | {"device": "cpu"})
+    checker.wrappers[made] = None
+    return made
+
+
 def _to(checker: Checker, function: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A tensor stays where it is, or is copied to the host, which torch does not do within one kind of device."""
+    """A tensor stays on the device, or is copied to the host; for torch both are one."""
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
-    plain = {key: value for key, value in kwargs.items() if key != "copy"}
-    is_cpu = function.__name__ == "cpu"
-    device = torch.device("cpu") if is_cpu else torch._C._nn._parse_to(*args, **plain)[0]
+    must_copy = kwargs.pop("copy", False)
+    device, dtype, is_async, form = torch._C._nn._parse_to(*args, **kwargs)
     if device is None or device.type != "cpu" or not checker.is_on_device(tensor):
-        return function(tensor, *args, **kwargs)
-    _, dtype, non_blocking, form = (None, None, False, None) if is_cpu else torch._C._nn._parse_to(*args, **plain)
-    how = {} if form is None else {"memory_format": form}
+        return function(tensor, *args, copy=must_copy, **kwargs)
+    convert = partial(function, tensor, dtype or tensor.dtype, memory_format=form or torch.preserve_format)
     if device.index is not None:
-        return tensor.to(dtype or tensor.dtype, copy=kwargs.get("copy", False), **how)
-    copied = tensor.to(dtype or tensor.dtype, copy=True, **how)
+        return convert(copy=must_copy)
     with checker.quiet():
-        memory = checker.memory_of(copied)
-    if memory is not None and non_blocking:
-        memory.is_device = False
-    elif memory is not None:
-        checker.synchronized("to the host")
-        checker._leave(memory)
-        checker._empty.pop(copied.untyped_storage(), None)
+        copied = convert(copy=True)
+    if is_async:
+        checker.place_tensor(copied, is_device=False)
+        checker.launch("to the host", [tensor], [copied])
+    else:
+        checker.host_reads(tensor, "to the host")
     return copied
+
+
+def _cpu(checker: Checker, function: Any, tensor: Tensor, **kwargs: Any) -> Tensor:
+    return tensor.to("cpu", **kwargs)
+
+
+def _start(checker: Checker, function: Any, thread: threading.Thread) -> None:
+    """A mode belongs to a thread."""
+    run = thread.run
+
+    def run_seen() -> None:
+        with _Operators(checker):
+            run()
+
+    thread.run = run_seen  # type: ignore[method-assign]
+    function(thread)
+
+
+def _run_backward(checker: Checker, function: Any, roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """The stream of the caller waits for the streams of gradients before any callback at the end, as on a device."""
+    caller = checker.current
+
+    def join() -> None:
+        checker.switch(caller)
+        while checker.leaves:
+            checker.record(checker.leaves.pop()).wait()
+
+    first = next((it.grad_fn for it in roots if it.grad_fn is not None), None)
+    if first is None:
+        return function(roots, *args, **kwargs)
+    with first.register_prehook(lambda _: Variable._execution_engine.queue_callback(join)):
+        return function(roots, *args, **kwargs)
 
 
 _PATCHES: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -455,47 +419,13 @@ _PATCHES: list[tuple[Any, str, Callable[..., Any]]] = [
     (Tensor, "__array__", _numpy),
     (Tensor, "record_stream", _record_stream),
     (Tensor, "to", _to),
-    (Tensor, "cpu", _to),
+    (Tensor, "cpu", _cpu),
+    (Tensor, "_make_wrapper_subclass", _make_wrapper),
     (torch, "tensor", _make),
     (torch, "as_tensor", _make),
+    (threading.Thread, "start", _start),
+    (torch.autograd, "_engine_run_backward", _run_backward),
 ]
-
-
-@cache
-def _accesses(op: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """The arguments that an operator reads, and those that it writes. A view of its argument reads nothing."""
-    reads, writes = set(), set()
-    for argument in op._schema.arguments:
-        alias = argument.alias_info
-        if alias is None:
-            reads.add(argument.name)
-        elif alias.is_write:
-            writes.add(argument.name)
-    return frozenset(reads), frozenset(writes)
-
-
-def _slot(op: Any, key: int | str) -> str:
-    return op._schema.arguments[key].name if isinstance(key, int) else key
-
-
-def _waits(op: Any, args: tuple[Any, ...]) -> bool:
-    """True if the host needs values of the device for the result."""
-    if not any(tag in op.tags for tag in _READS_A_VALUE):
-        return False
-    if op._schema.name.rpartition("::")[2] in _BY_INDEX:
-        return any(each.dtype in (torch.bool, torch.uint8) for each in _tensors(args[1]))
-    return True
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in an argument or a result; of a sparse one its parts, which have the memory."""
-    if isinstance(value, Tensor) and value.layout is torch.sparse_coo:
-        yield from (value._indices(), value._values())
-    elif isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 class OnStream(nn.Module):
@@ -507,59 +437,35 @@ class OnStream(nn.Module):
     def __init__(self, module: nn.Module, checker: Checker, stream: Stream) -> None:
         super().__init__()
         self.module, self.checker, self.stream = module, checker, stream
-        self.anchor = checker.place_tensor(torch.zeros(())).requires_grad_()
+        self.anchor = checker.place_tensor(torch.zeros(())).requires_grad_()  # for a backward if `x` needs none
 
     def forward(self, x: Tensor) -> Tensor:
-        region = _Region(self.checker, self.stream, needs_edge=x.requires_grad)
-        x = _Begin.apply(x, self.anchor, region)
-        region.goes_in(x)
+        outer = self.checker.current
+        x = _Crossing.apply(x, self.anchor, self.checker, outer, self.stream)
         with self.checker.use(self.stream):
             y = self.module(x)
-        region.goes_out(y)
-        return _End.apply(y, region)
+        return _Crossing.apply(y, self.anchor, self.checker, self.stream, outer)
 
 
-class _Region:
-    """One forward on a stream, and its backward."""
+class _Crossing(torch.autograd.Function):
+    """Hands a tensor over from stream to stream, and its gradient back."""
 
-    def __init__(self, checker: Checker, stream: Stream, *, needs_edge: bool) -> None:
-        self.checker, self.inner, self.needs_edge = checker, stream, needs_edge
-        self.outer = checker.current
-
-    def goes_in(self, tensor: Tensor) -> None:
-        self.checker.record(self.outer).wait(self.inner)
-        self.checker.keep(tensor, self.inner)
-
-    def goes_out(self, tensor: Tensor) -> None:
-        self.checker.record(self.inner).wait(self.outer)
-        self.checker.keep(tensor, self.outer)
-
-
-class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, region: _Region) -> Tensor:
-        ctx.region = region
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, checker: Checker, source: Stream, target: Stream) -> Tensor:
+        ctx.back = checker, target, source
+        _cross(x, checker, source, target)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        region = ctx.region
-        region.checker.switch(region.outer)
-        if region.needs_edge:
-            region.goes_out(grad)
-        return grad, None, None
+        checker, source, target = ctx.back
+        if ctx.needs_input_grad[0]:
+            _cross(grad, checker, source, target)
+        checker.leaves.add(target)
+        checker.switch(target)
+        return grad, None, None, None, None
 
 
-class _End(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, region: _Region) -> Tensor:
-        ctx.region = region
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        region = ctx.region
-        region.checker.leaves.append((region.inner, region.outer))
-        region.goes_in(grad)
-        region.checker.switch(region.inner)
-        return grad, None
+def _cross(tensor: Tensor, checker: Checker, source: Stream, target: Stream) -> None:
+    checker.record(source).wait(target)
+    checker.keep(tensor, target)

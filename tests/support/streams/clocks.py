@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -12,15 +10,15 @@ from typing import Any, NamedTuple
 
 _DEPTH, _SHOWN = 60, 9  # frames of a stack
 Frames = list[tuple[CodeType, int]]
-Clock = dict["Stream", int]  # how many operators of each stream have run for certain
+Clock = dict["Stream", int]  # a number of operators for each stream
 
 
 class Stream:
-    """A logical stream: a count of its operators, and what is certain to have run before its next one."""
+    """A logical stream. Its clock counts its own operators, and those of others that have run for certain before its next one."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.count = name, 0
-        self.clock: Clock = {}
+        self.name = name
+        self.clock: Clock = {self: 0}
 
     def __repr__(self) -> str:
         return self.name
@@ -28,14 +26,10 @@ class Stream:
     def follows(self, clock: Clock) -> None:
         """What runs here from now on runs after all of `clock`."""
         for stream, count in clock.items():
-            if count > self.clock.get(stream, 0):
-                self.clock[stream] = count
-
-    def now(self) -> Clock:
-        return {**self.clock, self: self.count}
+            self.clock[stream] = max(count, self.clock.get(stream, 0))
 
     def is_behind(self, access: Access) -> bool:
-        return access.stream is self or self.clock.get(access.stream, 0) >= access.count
+        return self.clock.get(access.stream, 0) >= access.count
 
 
 class Access(NamedTuple):
@@ -50,13 +44,14 @@ class Access(NamedTuple):
         return f"{self.what} on {self.stream}\n{text_of(self.frames)}"
 
 
-@dataclass(slots=True)
+@dataclass
 class Segment:
     """Bytes with one history."""
 
+    start: int
     stop: int
     write: Access
-    reads: dict[Stream, Access]
+    reads: dict[Stream, Access]  # since the write, the last one of each stream
 
 
 @dataclass(eq=False)
@@ -67,30 +62,21 @@ class Memory:
     stop: int
     made: Access
     is_device: bool
-    ref: Any  # weak, of the storage
     kept: set[Stream] = field(default_factory=set)
-    starts: list[int] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    ref: Any = None  # weak, of the storage
 
     def __post_init__(self) -> None:
-        self.starts.append(self.start)
-        self.segments.append(Segment(self.stop, self.made, {}))
+        self.segments = [Segment(self.start, self.stop, self.made, {})]
 
-    def between(self, start: int, stop: int) -> Iterator[Segment]:
-        self._cut(start)
-        self._cut(stop)
-        for place in range(bisect_right(self.starts, start) - 1, len(self.starts)):
-            if self.starts[place] >= stop:
-                return
-            yield self.segments[place]
-
-    def _cut(self, at: int) -> None:
-        place = bisect_right(self.starts, at) - 1
-        segment = self.segments[place]
-        if self.starts[place] < at < segment.stop:
-            self.starts.insert(place + 1, at)
-            self.segments.insert(place + 1, Segment(segment.stop, segment.write, dict(segment.reads)))
-            segment.stop = at
+    def between(self, start: int, stop: int) -> list[Segment]:
+        """The histories of these bytes, which are cut off the others."""
+        for at in (start, stop):
+            for it in self.segments:
+                if it.start < at < it.stop:
+                    self.segments.append(Segment(at, it.stop, it.write, dict(it.reads)))
+                    it.stop = at
+                    break
+        return [it for it in self.segments if start <= it.start < stop]
 
 
 @dataclass(eq=False)
@@ -100,12 +86,10 @@ class Event:
     checker: Any
     clock: Clock
     frames: Frames
-    number: int
     num_queries: int = 0
 
     def wait(self, stream: Stream | None = None) -> None:
         """Makes a stream, by default the current one, wait; the host does not."""
-        self.checker.drain()
         (stream or self.checker.current).follows(self.clock)
 
     def synchronize(self) -> None:
@@ -114,20 +98,19 @@ class Event:
 
     def query(self) -> bool:
         """False at first, as on a device that is behind; what is found complete the host may read."""
-        host = self.checker.host
-        is_known = all(host.clock.get(stream, 0) >= count for stream, count in self.clock.items() if stream is not host)
+        host, lag = self.checker.host, self.checker.lag
         self.num_queries += 1
-        if is_known or (self.checker.lag is not None and self.num_queries > self.checker.lag):
-            self.checker.drain()
-            host.follows(self.clock)
-            return True
-        return False
+        is_known = all(host.clock.get(stream, 0) >= count for stream, count in self.clock.items())
+        if not is_known and (lag is None or self.num_queries <= lag):
+            return False
+        host.follows(self.clock)
+        return True
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds that nothing depends on."""
         if not (self.query() and end.query()):
             raise RuntimeError("elapsed_time of an event that the host has not seen complete")
-        return (end.number - self.number) * 1e-3
+        return 1.0
 
 
 def stack() -> Frames:
