@@ -1,18 +1,19 @@
 """Settings of all tests."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from support import selection
+from support import selection, warm
 from support.ranks import RankPools, Ranks
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=100, print_blob=True)
-POOLS = RankPools()
+POOLS, SERVERS = RankPools(), contextlib.ExitStack()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     selection.require_known(config)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells have it for what they start in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist have those of the process that starts them
+        SERVERS.enter_context(warm.servers())
     settings.load_profile("thorough" if config.getoption("thorough") else "default")
 
 
@@ -53,6 +56,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_unconfigure() -> None:
     POOLS.close()
+    SERVERS.close()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
