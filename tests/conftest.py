@@ -17,7 +17,7 @@ POOLS, SERVERS = RankPools(), contextlib.ExitStack()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="every product of parameters but in slow tests, and more examples")
+    parser.addoption("--thorough", action="store_true", help="products of two parameters but in slow tests, and more examples")
     selection.add_option(parser)
 
 
@@ -32,10 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_thorough = config.getoption("thorough")
-    thinned = [item for item in items if not is_thorough or item.get_closest_marker("slow")]
-    dropped = set(thinned) - selection.without_products(thinned)
-    config.hook.pytest_deselected(items=list(dropped))
-    items[:] = [item for item in items if item not in dropped]
+    once = {item for item in items if not is_thorough or item.get_closest_marker("slow")}
+    kept = selection.without_products(item for item in items if item in once)
+    kept |= selection.without_products((item for item in items if item not in once), together=2)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -698,7 +698,8 @@ EXAMPLES = {"lightning_train.py": "lightning", "accelerate_train.py": "accelerat
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_learns(tmp_path: Path, name: str) -> None:
     require_installed(EXAMPLES[name])
-    command = [python("lightning", "transformers", "accelerate"), "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    interpreter = python("lightning", "transformers", "accelerate")
+    command = [interpreter, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, ROOT / "examples" / name],

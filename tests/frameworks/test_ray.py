@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from support.checkpoints import require_equal
 from support.frameworks import require_installed
 from support.project import ROOT
+from support.warm import python
 
 PATIENCE_S = 280.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S + 20)]
@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     variables = {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     variables["RAY_worker_niceness"] = "0"  # by default 15: workers would hardly run beside other tests
     left = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, str(ROOT / "tests" / "support" / "ray_jobs.py"), str(folder)]
+    command = [python(), str(ROOT / "tests" / "support" / "ray_jobs.py"), str(folder)]
     with (folder / "log").open("w") as log, subprocess.Popen(command, env={**left, **variables}, stdout=log, stderr=log) as job:
         try:
             exit_code = job.wait(PATIENCE_S)

@@ -13,10 +13,10 @@ from support.ranks import in_ranks
 from support.streamed import run
 
 pytestmark = pytest.mark.deep
-NUM_DRAWN = 24  # of two ranks, and a quarter as many of four: each takes seconds
+NUM_DRAWN = 12  # of two ranks, and a quarter as many of four: each takes seconds
 # Not of sparse gradients, which the backends of devices do not reduce, and of arrays, which share memory of the host only.
 NAMES = [name for name, it in EXAMPLES.items() if not it.has("table", "bag") and "array" not in it.events]
-FEW = NAMES[::16]  # drawn programs combine what examples do, and all of them take minutes
+FEW = NAMES[::32]  # drawn programs combine what examples do, and all of them take minutes
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
