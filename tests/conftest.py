@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = selection.without_products(item for item in items if item in once)
     kept |= selection.without_products((item for item in items if item not in once), together=2)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    # Tests with a time limit of their own take longest: begun last, they would run when all others are over.
+    items[:] = sorted((item for item in items if item in kept), key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
