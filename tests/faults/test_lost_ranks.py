@@ -22,7 +22,6 @@ from support.inside import gather_alone
 from support.processes import Ended, Rank, free_port, run_ranks, script, stop_here, wait_until_stopped
 from undertow import DistributedDataParallel
 
-
 EVERYWHERE = [it for it in PLACES if it not in ("in hybrid backward", "in expert backward", "in launch", "before construction")]
 
 
