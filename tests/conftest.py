@@ -1,22 +1,23 @@
 """Settings of all tests."""
 
+import contextlib
 import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from support import selection
+from support import selection, warm
 from support.ranks import RankPools, Ranks
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=100, print_blob=True)
-POOLS = RankPools()
+POOLS, SERVERS = RankPools(), contextlib.ExitStack()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="every product of parameters but in slow tests, and more examples")
+    parser.addoption("--thorough", action="store_true", help="products of two parameters but in slow tests, and more examples")
     selection.add_option(parser)
 
 
@@ -24,15 +25,19 @@ def pytest_configure(config: pytest.Config) -> None:
     selection.require_known(config)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells have it for what they start in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist have those of the process that starts them
+        SERVERS.enter_context(warm.servers())
     settings.load_profile("thorough" if config.getoption("thorough") else "default")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_thorough = config.getoption("thorough")
-    thinned = [item for item in items if not is_thorough or item.get_closest_marker("slow")]
-    dropped = set(thinned) - selection.without_products(thinned)
-    config.hook.pytest_deselected(items=list(dropped))
-    items[:] = [item for item in items if item not in dropped]
+    once = {item for item in items if not is_thorough or item.get_closest_marker("slow")}
+    kept = selection.without_products(item for item in items if item in once)
+    kept |= selection.without_products((item for item in items if item not in once), together=2)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    # Tests with a time limit of their own take longest: begun last, they would run when all others are over.
+    items[:] = sorted((item for item in items if item in kept), key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -53,6 +58,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def pytest_unconfigure() -> None:
     POOLS.close()
+    SERVERS.close()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.project import ROOT
+from support.warm import python
 
 CONFTEST = """
 import pytest
@@ -43,7 +43,7 @@ def test_has_no_data(name):
 def run(directory: Path, *options: str) -> tuple[int, str]:
     (directory / "conftest.py").write_text(CONFTEST)
     (directory / "test_it.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(directory), *options, str(directory)]
+    command = [python(), "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(directory), *options, str(directory)]
     path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False)

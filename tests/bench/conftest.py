@@ -1,5 +1,8 @@
 """Cells of the benchmark matrix that take a moment."""
 
+import multiprocessing.spawn
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +12,17 @@ from benchmarks.matrix.cell import Cell, CellResult, Effort, measure_cell
 from benchmarks.matrix.rows import rows_of_cell
 
 from support.namespaces import needs_namespaces  # noqa: F401  # for the tests of this folder
+from support.warm import python
 
 SMALL = Effort(num_turns=1, has_start_up=False)
 Rows = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has ranks forked off a process that has torch, instead of new interpreters."""
+    monkeypatch.setattr(sys, "executable", python())
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(python()))
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ def test_losses_are_judged_by_the_mean_over_seeds() -> None:
     assert judged["4 replicas, every 100: loss above every step"] == ("0.00 %", "-")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_variant_learns_and_is_evaluated_with_the_global_parameters() -> None:
     losses = run_ranks(quality.measure_rank, 2, outer.variants(2)["every 10"], 0, 30)
     assert 3.0 < losses["validation_loss"] < 4.7  # ln 256, that of a guess, is 5.5

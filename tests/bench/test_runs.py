@@ -58,6 +58,7 @@ def bad(how: str) -> SystemSpec:
     return SystemSpec(name=how, title=how, module="tests.support.bad_systems", variants={"": {"how": how}})
 
 
+@pytest.mark.usefixtures("forked")
 def test_every_system_of_the_main_environment_trains_right_over_the_emulated_link(measure: Measure) -> None:
     ours = ("ours", "ours-ordered", "ours-zero1", "ours-zero2")
     names = ("bare", "per-parameter", *ours, "torch-ddp", "torch-ddp-best", "torch-zero", "fsdp2")
@@ -79,6 +80,7 @@ def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure)
         assert 100 < row["peak_rss_mb"] < 2_000  # torch alone is some 200 MB
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_models_that_compute_train_right(name: str, measure: Measure) -> None:
     rows = measure("bare", "ours-untuned", "torch-ddp", kind="emulated", link="none", name=name)
@@ -110,6 +112,7 @@ ABSENT = {
 }
 
 
+@pytest.mark.usefixtures("forked")
 def test_systems_that_fail_are_lost_alone(measure: Measure) -> None:
     systems = [bad(how) for how in FAILING]
     systems += [SystemSpec(name=name, title=name, **given) for name, (given, _) in ABSENT.items()]
@@ -120,6 +123,7 @@ def test_systems_that_fail_are_lost_alone(measure: Measure) -> None:
     assert {name: rows[name]["error"] for name in others} == others
 
 
+@pytest.mark.usefixtures("forked")
 def test_without_root_the_emulated_link_is_used_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,7 +183,7 @@ def wait_for_its_ranks(runner: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
+@pytest.mark.usefixtures("needs_namespaces", "forked")
 def test_a_shaped_link_counts_what_each_rank_sends(measure: Measure) -> None:
     rows = measure("bare", "per-parameter", "ours", kind="shaped")
     assert ({row["error"] for row in rows.values()}, namespaces_of(os.getpid())) == ({None}, [])

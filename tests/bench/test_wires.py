@@ -40,6 +40,7 @@ def test_losses_are_judged_by_the_mean_over_seeds() -> None:
     assert line == ["int8", *["2.0100", "+0.50 (+0.00 to +1.00)"] * 2]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["int8, gathers int8 (zero1)", "PowerSGD, rank 4"])
 def test_every_variant_learns(name: str) -> None:
     losses = run_ranks(quality.measure_rank, 2, quality.VARIANTS[name], 0, 20)

@@ -13,27 +13,23 @@ from support.examples import EXAMPLES, ON_THREE_RANKS
 from support.programs import Program, run
 from support.ranks import in_ranks
 
-NUM_DRAWN, NUM_DRAWN_THOROUGHLY = 20, 40
+NUM_DRAWN = 20
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(NUM_DRAWN_THOROUGHLY if metafunc.config.getoption("thorough") else NUM_DRAWN))
-
-
+@pytest.mark.parametrize("seed", range(NUM_DRAWN))
 @in_ranks(2, 3, 4)
 def test_a_drawn_program_has_the_results_of_the_reference(seed: int, num_ranks: int) -> None:
     run(drawn(seed, num_ranks))
 
 
 @pytest.mark.deep  # unit/engine runs all of them in one process
-@pytest.mark.parametrize("name", list(EXAMPLES)[::2])
+@pytest.mark.parametrize("name", list(EXAMPLES)[::6])
 @in_ranks(2)
 def test_an_example_has_the_results_of_the_reference(name: str) -> None:
     run(EXAMPLES[name])
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_THREE_RANKS)
 @pytest.mark.parametrize("plan", ["default", "each"])
 @in_ranks(3)

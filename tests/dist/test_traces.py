@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from support.inside import EmulatedLink
 from support.naive import wrapped
 from support.project import ROOT
 from support.ranks import in_ranks
+from support.warm import python
 from undertow import PhaseError, ShardedOptimizer, attach
 from undertow.trace.files import merge
 
@@ -153,7 +153,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_variable_alone_brings_the_trace_of_every_rank(ending: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(ending=ENDINGS[ending]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
     env = {**os.environ, "UNDERTOW_TRACE": "traces", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), env.get("PYTHONPATH", "")])
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)

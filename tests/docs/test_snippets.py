@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from support.pages import Snippet, execute, snippets, titles
 from support.project import DOCS, ROOT, SOURCES
 from support.ranks import Ranks
+from support.warm import python
 from undertow import UndertowError
 from undertow.profile import FIELDS, PARAM_FIELDS, profile_from_file, profile_from_json
 
@@ -106,7 +106,7 @@ def test_the_script_of_the_page_prints_its_tables(tmp_path: Path) -> None:
     (snippet,) = (snippet for snippet in SNIPPETS["troubleshooting"] if snippet.mark == SCRIPT)
     script = tmp_path / "slow.py"
     script.write_text(snippet.code.replace("range(40)", "range(3)"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script), "25"]
+    launch = [python(), "-m", "torch.distributed.run", "--nproc-per-node=2", str(script), "25"]
     done = subprocess.run(
         launch,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},

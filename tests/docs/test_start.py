@@ -15,6 +15,7 @@ from benchmarks import figures
 from support.pages import Snippet, execute, snippets
 from support.project import ROOT
 from support.ranks import Ranks
+from support.warm import python
 
 NAMES = ("index", "quickstart", "faq", "comparison", "benchmarks", "studies")
 TEXTS = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
@@ -57,7 +58,7 @@ def test_no_snippet_or_command_has_slipped_through() -> None:
 def test_the_quickstart_trains(tmp_path: Path) -> None:
     (tmp_path / "quickstart.py").write_text(SCRIPT.code)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "quickstart.py", "20"],
+        [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "quickstart.py", "20"],
         cwd=tmp_path,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -1,5 +1,6 @@
 """Places of a training at which a rank fails, and what the other ranks say then."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,3 +69,8 @@ PLACES = {
     "connecting in construction": Place("connection", step=0),
     "before construction": Place("start", step=None),
 }
+
+
+def alternately(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Each name with two ranks or with three: how many there are changes none of the places."""
+    return [(name, 2 + number % 2) for number, name in enumerate(names)]

@@ -47,7 +47,8 @@ def stopped(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("number", "name", "options"),
     [
-        *((number, "test_with_a_rank_that_is_stopped", ()) for number in SIGNALS),
+        (signal.SIGINT, "test_with_a_rank_that_is_stopped", ()),
+        (signal.SIGKILL, "test_with_a_rank_that_is_stopped", ()),
         (signal.SIGINT, "test_with_ranks_of_a_pool", ("-n", "1")),
     ],
 )

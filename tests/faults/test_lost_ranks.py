@@ -16,18 +16,16 @@ import torch.distributed as dist
 from torch import nn
 
 from faults.conftest import Record
-from faults.places import FAILED, FINISHED, GONE, PLACES, WITHIN_S
+from faults.places import FAILED, FINISHED, GONE, PLACES, WITHIN_S, alternately
 from support.faults import outcomes
 from support.inside import gather_alone
 from support.processes import Ended, Rank, free_port, run_ranks, script, stop_here, wait_until_stopped
 from undertow import DistributedDataParallel
 
+EVERYWHERE = [it for it in PLACES if it not in ("in hybrid backward", "in expert backward", "in launch", "before construction")]
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(
-    "place",
-    [place for place in PLACES if place not in ("in hybrid backward", "in expert backward", "in launch", "before construction")],
-)
+
+@pytest.mark.parametrize(("place", "num_ranks"), alternately(EVERYWHERE))
 def test_a_killed_rank_is_named_on_all_others(place: str, num_ranks: int, record: Record) -> None:
     record(f"killed {place}", PLACES[place].told(PLACES[place].fault("killed", num_ranks), "RankLost", GONE))
 
@@ -175,14 +173,10 @@ def test_a_rank_that_is_killed_with_half_a_message_is_named_all_the_same(
 # A rank that ends with an exception tells the others, wherever it was raised; so does one whose numbers are wrong.
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(
-    "place",
-    [
-        *("in data", "in forward", "in backward", "in launch", "in comm hook", "in mean", "in join", "in optimizer"),
-        *("in gathers", "before checkpoint", "in construction"),
-    ],
-)
+RAISES = ["in data", "in forward", "in backward", "in launch", "in comm hook", "in mean", "in join", "in optimizer"]
+
+
+@pytest.mark.parametrize(("place", "num_ranks"), alternately([*RAISES, "in gathers", "before checkpoint", "in construction"]))
 def test_an_exception_is_told_to_all_others(place: str, num_ranks: int, record: Record) -> None:
     record(f"exception {place}", PLACES[place].told(PLACES[place].fault("raises", num_ranks), "PeerFailed", FAILED))
 

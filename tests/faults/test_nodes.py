@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from benchmarks.matrix.links import Network, shaped_network
 from support.checkpoints import require_equal
 from support.elastic import EXAMPLE, run, run_under_torchrun
 from support.project import ROOT
+from support.warm import python
 
 pytestmark = [pytest.mark.usefixtures("needs_namespaces"), pytest.mark.root, pytest.mark.slow]
 SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -78,7 +78,7 @@ def environment(network: Network, folder: Path) -> dict[str, str]:
     scripts = {
         "scontrol": SCONTROL.format(nodes=" ".join(NODES)),
         "srun": SRUN.format(each=each),
-        "torchrun": TORCHRUN.format(python=shlex.quote(sys.executable)),
+        "torchrun": TORCHRUN.format(python=shlex.quote(python())),
     }
     for name, text in scripts.items():
         (commands / name).write_text(text)

@@ -3,6 +3,7 @@
 import runpy
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -145,7 +146,8 @@ def has_trained(folder: Path, *, num_steps: int) -> bool:
 @pytest.mark.slow
 def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path: Path) -> None:
     """Ctrl-C reaches torchrun, and its ranks by it, wherever they are: they write a checkpoint after every step."""
-    how = torchrun(EXAMPLE, "--epochs=400", "--checkpoint-every=1", "--sample-log=2", num_ranks=2, folder=tmp_path)
+    options = ("--epochs=400", "--checkpoint-every=1", "--sample-log=2")
+    how = torchrun(EXAMPLE, *options, num_ranks=2, folder=tmp_path, interpreter=sys.executable)
     with subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as job:
         try:
             until_s = time.monotonic() + PATIENCE_S

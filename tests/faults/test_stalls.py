@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from faults.conftest import Record
-from faults.places import PLACES, WITHIN_S, Place
+from faults.places import PLACES, WITHIN_S, Place, alternately
 from support.faults import Fault, outcomes
 from support.processes import Rank, run_ranks
 from undertow import (
@@ -69,8 +69,7 @@ def report(fault: Fault, doing: str = OUTSIDE, bucket: str = FIRST) -> list[str]
     return [HEAD.format(faulty=fault.rank, bucket=bucket), *waiting, late, "    tests/support/processes.py, in waits_for"]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize(("name", "num_ranks"), alternately(LATE))
 def test_a_late_rank_is_reported_on_every_rank_and_training_goes_on(name: str, num_ranks: int) -> None:
     place, bucket, doing = LATE[name]
     fault = place.fault("late until reported", num_ranks, settings=WARNS)

@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import re
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +42,7 @@ from support.naive import require_same, wrapped
 from support.processes import free_port
 from support.project import ROOT
 from support.ranks import Ranks
+from support.warm import python
 from undertow import ConfigError, DistributedDataParallel, ShardedGradientError, ShardedOptimizer, SyncConfig
 
 
@@ -698,7 +698,8 @@ EXAMPLES = {"lightning_train.py": "lightning", "accelerate_train.py": "accelerat
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_learns(tmp_path: Path, name: str) -> None:
     require_installed(EXAMPLES[name])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    interpreter = python("lightning", "transformers", "accelerate")
+    command = [interpreter, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, ROOT / "examples" / name],

@@ -17,6 +17,7 @@ from support.frameworks import require_installed
 from support.outer import NaiveOuter
 from support.project import ROOT
 from support.strategies import spec
+from support.warm import python
 from undertow import Outer
 from undertow.plan import plan_from_groups
 from undertow.runner.command import main
@@ -25,8 +26,9 @@ from undertow.runner.settings import settings_from, variables_of
 PLAN = plan_from_groups([spec("a", 8)], [[0]], num_ranks=2).to_json()
 SCRIPTS = Path(__file__).with_name("scripts")
 UNDERTOW = (sys.executable, "-m", "undertow")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
+NEW, FORKED, WITH_FRAMEWORKS = sys.executable, python(), python("lightning", "transformers", "accelerate")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
 WAIT_S = 200.0
 REPORTED = "Where a step goes: rank 0"
 NOTHING = "undertow run: no process of this program made a DistributedDataParallel: Undertow had nothing to do.\n"
@@ -41,20 +43,21 @@ def run(*command: object, stdin: str = "", **variables: str) -> subprocess.Compl
     )
 
 
-# Packages that a script needs, its file, and the command that starts it.
+# Packages that a script needs, its file, and the command that starts it; the first one does so in new interpreters.
 TRAINED: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "torch's tutorial": ("", "plain.py", TORCHRUN),
-    "a subclass of torch's class": ("", "subclass.py", TORCHRUN),
-    "ranks started by multiprocessing": ("", "spawns.py", (sys.executable,)),
-    "Lightning": ("lightning", "with_lightning.py", (sys.executable,)),
-    "HF Trainer": ("transformers accelerate", "with_transformers.py", TORCHRUN),
+    "torch's tutorial": ("", "plain.py", (NEW, *TORCHRUN)),
+    "a subclass of torch's class": ("", "subclass.py", (FORKED, *TORCHRUN)),
+    "ranks started by multiprocessing": ("", "spawns.py", (FORKED,)),
+    "Lightning": ("lightning", "with_lightning.py", (WITH_FRAMEWORKS,)),
+    "HF Trainer": ("transformers accelerate", "with_transformers.py", (WITH_FRAMEWORKS, *TORCHRUN)),
     "Accelerate": (
         "accelerate",
         "with_accelerate.py",
-        (*ACCELERATE, "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+        (WITH_FRAMEWORKS, *ACCELERATE, "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
     ),
-    "Ray Train": ("ray", "with_ray.py", (sys.executable,)),
+    "Ray Train": ("ray", "with_ray.py", (FORKED,)),
 }
+WITHOUT = dict.fromkeys(("torch's tutorial", "Ray Train"), (FORKED, *TORCHRUN))  # a faster way to the same training
 
 
 @pytest.mark.slow
@@ -63,7 +66,7 @@ def test_a_program_trains_as_without_us_and_reports(name: str, tmp_path: Path) -
     packages, script, command = TRAINED[name]
     require_installed(*packages.split())
     plain, ours = tmp_path / "plain.pt", tmp_path / "ours.pt"
-    without = run(*command, SCRIPTS / script, plain)
+    without = run(*WITHOUT.get(name, command), SCRIPTS / script, plain)
     assert (without.returncode, REPORTED in without.stdout + without.stderr) == (0, False), without.stderr
     done = run(*UNDERTOW, "run", *command, SCRIPTS / script, ours)
     assert done.returncode == 0, done.stderr
@@ -76,10 +79,9 @@ def test_a_program_trains_as_without_us_and_reports(name: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
-    out, command = tmp_path / "new" / "out", (*TORCHRUN, "-m", "undertow", SCRIPTS / "plain.py", tmp_path / "it.pt")
-    done = run(
-        *UNDERTOW, "run", "--out", out, "--set", "bucket_cap_mb=0.0001", *TORCHRUN, SCRIPTS / "plain.py", tmp_path / "it.pt"
-    )
+    out, command = tmp_path / "new" / "out", (FORKED, *TORCHRUN, "-m", "undertow", SCRIPTS / "plain.py", tmp_path / "it.pt")
+    options = ("--out", out, "--set", "bucket_cap_mb=0.0001")
+    done = run(*UNDERTOW, "run", *options, FORKED, *TORCHRUN, SCRIPTS / "plain.py", tmp_path / "it.pt")
     assert done.returncode == 0, done.stderr
     assert "bucket_cap_mb=0.0001 was asked for" in done.stderr
     # The last line names the next command.
@@ -102,7 +104,7 @@ def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
 def test_replicas_of_a_program_train_alone_and_exchange_fragments(tmp_path: Path) -> None:
     """Rank 0's parameters at the end equal a replica of the reference, which has both."""
     settings = ("--set", "outer.every=4", "--out", tmp_path / "out")
-    done = run(*UNDERTOW, "run", *settings, *TORCHRUN, SCRIPTS / "plain.py", tmp_path / "ours.pt")
+    done = run(*UNDERTOW, "run", *settings, FORKED, *TORCHRUN, SCRIPTS / "plain.py", tmp_path / "ours.pt")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert "Outer synchronization every 4 steps" in done.stderr  # rank 0's report
     reports = [json.loads((tmp_path / "out" / f"report-rank{rank}.json").read_text())["outer"] for rank in range(2)]
@@ -128,7 +130,7 @@ def test_replicas_of_a_program_train_alone_and_exchange_fragments(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_program_that_has_our_class_gets_files_too(tmp_path: Path) -> None:
-    done = run(*UNDERTOW, "run", "--out", tmp_path, *TORCHRUN, ROOT / "examples" / "train.py")
+    done = run(*UNDERTOW, "run", "--out", tmp_path, FORKED, *TORCHRUN, ROOT / "examples" / "train.py")
     assert (done.returncode, done.stderr.count(REPORTED), NOTHING in done.stderr) == (0, 1, False), done.stderr
     assert sorted(path.name for path in tmp_path.glob("*.json")) == [
         "plan.json",
@@ -156,7 +158,7 @@ See docs/troubleshooting.md.
 @pytest.mark.slow
 def test_a_class_that_overrides_private_methods_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "private.py").write_text(PRIVATE)
-    done = run(*UNDERTOW, "run", tmp_path / "private.py")
+    done = run(*UNDERTOW, "run", FORKED, tmp_path / "private.py")
     assert (done.returncode, done.stderr.replace("[rank0]: ", "").endswith(OVERRIDES)) == (1, True), done.stderr
 
 
@@ -175,7 +177,7 @@ print(type(model).__module__, type(model).__name__, isinstance(model, Distribute
 @pytest.mark.slow
 def test_a_name_that_was_bound_before_makes_ours() -> None:
     site = Path(sys.modules["undertow"].__path__[0]) / "runner" / "site"
-    done = run(sys.executable, "-c", BOUND.format(site=str(site)), UNDERTOW_RUN="")
+    done = run(FORKED, "-c", BOUND.format(site=str(site)), UNDERTOW_RUN="")
     assert done.stdout == "undertow.runner.replacing DistributedDataParallel True\n", done.stderr
 
 
@@ -206,7 +208,7 @@ UNEXPECTED = "DistributedDataParallel.__init__() got an unexpected keyword argum
 def test_a_program_in_one_process_keeps_its_ways(tmp_path: Path) -> None:
     """The signature, no process group, a wrong keyword, torch's `replicate`, and forked processes, which report nothing."""
     (tmp_path / "odd.py").write_text(ODD)
-    done = run(*UNDERTOW, "run", tmp_path / "odd.py")
+    done = run(*UNDERTOW, "run", FORKED, tmp_path / "odd.py")
     assert (done.returncode, done.stdout) == (0, f"True\nConfigError\n{UNEXPECTED}\n"), done.stderr
     assert done.stderr.count(REPORTED) == 0, done.stderr
 
@@ -224,7 +226,7 @@ raise ValueError("row 7 has no label")
 @pytest.mark.slow
 def test_after_an_error_of_the_program_no_report_hides_it(tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(RAISES)
-    done = run(*UNDERTOW, "run", "--out", tmp_path / "out", tmp_path / "raises.py")
+    done = run(*UNDERTOW, "run", "--out", tmp_path / "out", FORKED, tmp_path / "raises.py")
     *_, said, last = done.stderr.splitlines()
     assert (done.returncode, said.endswith("ValueError: row 7 has no label"), REPORTED in done.stderr) == (1, True, False)
     assert last.startswith("The files are in ")
@@ -333,7 +335,7 @@ for _ in range(12):
 def test_each_group_has_files_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "groups.py").write_text(GROUPS)
     out = tmp_path / "out"
-    done = run(*UNDERTOW, "run", "--out", out, *TORCHRUN, tmp_path / "groups.py")
+    done = run(*UNDERTOW, "run", "--out", out, FORKED, *TORCHRUN, tmp_path / "groups.py")
     assert done.returncode == 0, done.stderr
     names = {path.name for path in out.iterdir() if path.suffix == ".json"}
     assert names == {*("plan.json", "plan-rank1.json", "report-rank0.json", "report-rank1.json")}

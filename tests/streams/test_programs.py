@@ -11,9 +11,9 @@ from support.ranks import in_ranks
 from support.streamed import run
 
 pytestmark = pytest.mark.deep
-NUM_DRAWN = 24  # of two ranks, and a quarter as many of four: each takes seconds
+NUM_DRAWN = 12  # of two ranks, and a quarter as many of four: each takes seconds
 NAMES = [name for name, it in EXAMPLES.items() if "array" not in it.events]  # which share memory of the host only
-FEW = NAMES[::16]  # drawn programs combine what examples do, and all of them take minutes
+FEW = NAMES[::32]  # drawn programs combine what examples do, and all of them take minutes
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

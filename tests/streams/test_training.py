@@ -30,7 +30,7 @@ from undertow import (
     clip_grad_norm_,
 )
 
-pytestmark = pytest.mark.deep
+pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "zero1", "zero2"]
 WIDTH, BLOCKS = 8, 24  # layers of BLOCKS have a block of int8 and some more
 LEARNS = 3  # steps until the order of gradients is known, a plan for shards is made, and trailers are read late

@@ -23,6 +23,7 @@ from torch import nn
 
 from support.processes import Ended, Rank, example, free_port, run_ranks
 from support.project import ROOT
+from support.warm import python
 
 EXAMPLE, DEAF_EXAMPLE, PATIENCE_S = ROOT / "examples" / "elastic_train.py", Path(__file__), 240.0
 
@@ -71,8 +72,11 @@ def is_killed_in_a_checkpoint(number: int, times: int, rank: Rank) -> None:
         os.fsync = killed
 
 
-def torchrun(path: Path, *options: str, num_ranks: int, folder: Path, max_restarts: int = 0) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+def torchrun(
+    path: Path, *options: str, num_ranks: int, folder: Path, max_restarts: int = 0, interpreter: str = ""
+) -> dict[str, Any]:
+    """How to start it, in forked processes if no interpreter is named."""
+    command = [interpreter or python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     paths = os.pathsep.join(str(path) for path in (ROOT / "src", ROOT / "tests"))
     variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     return {

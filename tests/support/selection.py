@@ -1,4 +1,4 @@
-"""Which tests run: markers that are known, fewer products of parameters, and the list of skipped tests at the end of a run.
+"""Which tests run: markers that are known, products of fewer parameters, and the list of skipped tests at the end of a run.
 
 The id of a parameter may name several values, as "an infinity, zero1" does. With --no-unexpected-skips a run fails that skips
 other tests: a skip is expected if this machine lacks what its reason names, and CI must not lose tests for another reason.
@@ -6,6 +6,7 @@ other tests: a skip is expected if this machine lacks what its reason names, and
 
 import difflib
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import torch
 from support.browser import CHROMIUM
 
 OPTION = "--no-unexpected-skips"
+_Value = tuple[int, int, str]  # number of the parameter, place in its id, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,27 +93,28 @@ def require_known(config: pytest.Config) -> None:
             raise pytest.UsageError(f"-m names {name!r}, and no marker is called so. {hint}")
 
 
-def without_products(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Those with which every value of every parameter is there; first those whose values are all new."""
+def without_products(items: Iterable[pytest.Item], *, together: int = 1) -> set[pytest.Item]:
+    """Those with which so many values of different parameters meet in every way; first those whose meetings are all new."""
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         functions[item.nodeid.split("[")[0]].append(item)
-    return {item for of_one in functions.values() for item in _covering(of_one)}
+    return {item for of_one in functions.values() for item in _covering(of_one, together)}
 
 
-def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
-    seen: set[tuple[int, int, str]] = set()
+def _covering(items: list[pytest.Item], together: int) -> list[pytest.Item]:
+    seen: set[tuple[_Value, ...]] = set()
     chosen = []
     for wanted in (all, any):
         for item in items:
             values = _values(item)
-            if not values or wanted(value not in seen for value in values):
+            meetings = list(itertools.combinations(values, min(together, len(values))))
+            if not values or wanted(meeting not in seen for meeting in meetings):
                 chosen.append(item)
-                seen.update(values)
+                seen.update(meetings)
     return chosen
 
 
-def _values(item: pytest.Item) -> set[tuple[int, int, str]]:
+def _values(item: pytest.Item) -> list[_Value]:
     """The values that each parametrize mark has named: `callspec.indices` has the number of the product instead."""
     ids = [] if (callspec := getattr(item, "callspec", None)) is None else callspec._idlist
-    return {(number, place, value) for number, named in enumerate(ids) for place, value in enumerate(named.split(", "))}
+    return [(number, place, value) for number, named in enumerate(ids) for place, value in enumerate(named.split(", "))]

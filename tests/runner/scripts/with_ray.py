@@ -1,20 +1,26 @@
-"""Ray Train: `python with_ray.py FILE`."""
+"""Ray Train: `python with_ray.py FILE`; the same without Ray: `torchrun with_ray.py FILE`."""
 
 import sys
 import tempfile
 from typing import Any
 
-import ray
-import ray.train.torch
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
 def train(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5)))
+    net = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(net)
+    else:
+        import ray.train.torch
+
+        model = ray.train.torch.prepare_model(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    rank = ray.train.get_context().get_world_rank()
+    rank = dist.get_rank()
     noise = torch.Generator().manual_seed(rank)
     for _ in range(6):
         optimizer.zero_grad()
@@ -24,7 +30,9 @@ def train(config: dict[str, Any]) -> None:
         torch.save(model.module.state_dict(), config["path"])
 
 
-if __name__ == "__main__":
+def train_with_ray() -> None:
+    import ray.train.torch
+
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20)
     with tempfile.TemporaryDirectory() as folder:
         scaling, run = ray.train.ScalingConfig(num_workers=2), ray.train.RunConfig(storage_path=folder)
@@ -33,3 +41,11 @@ if __name__ == "__main__":
         )
         trainer.fit()
     ray.shutdown()
+
+
+if __name__ == "__main__":
+    if dist.is_torchelastic_launched():
+        train({"path": sys.argv[1]})
+        dist.destroy_process_group()
+    else:
+        train_with_ray()

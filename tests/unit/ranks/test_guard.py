@@ -82,7 +82,7 @@ def is_killed_and_has_a_child(rank: Rank, watch: Watch) -> None:
         is_clean &= threading.enumerate() == [thread] and GUARD._thread is None
         if is_clean:  # otherwise it ends, and no rank is told of the killed one in time
             rank.tell("is clean")
-            time.sleep(2 * WITHIN_S)
+            rank.waits_for("knows", [0, 2])
         os._exit(0)
     rank.waits_for("is clean", [1])
     is_killed(rank, watch)
