@@ -45,15 +45,16 @@ NOT_YET = {
     # and several sharded optimizers: 110 to plan and predict, 150 in shards and exchanges, 100 for states and checkpoints; 130
     # more to predict updates, to explain owners and to take over several optimizers; 55 for gradients from several streams;
     # 107 for int8 and outer synchronization in the demo; 2 to refuse parameters of the host in a model
-    # on a device, 10 for classes of optimizers that nobody knows
-    "statements": 14_325,
-    "nodes": 168_984,
-    "nodes of what training runs": 73_688,
+    # on a device, 10 for classes of optimizers that nobody knows, 16 for states that cannot go to another rank;
+    # 30 for the way out of the emulated link
+    "statements": 14_226,
+    "nodes": 167_771,
+    "nodes of what training runs": 71_754,
     "refused pairs": 14,  # outer synchronization adds joining, experts, and rows that are synchronized in every step
 }
 # With one bucket, so that all runs enter the same.
 STEP_BUDGETS = {"ddp": (10, 120), "zero1": (15, 200)}  # files and frames of undertow that a steady step of ten parameters enters
-STEPS_NOT_YET = {"ddp": (16, 133), "zero1": (24, 204)}
+STEPS_NOT_YET = {"ddp": (15, 133), "zero1": (21, None)}
 
 
 def statements(folder: str) -> int:

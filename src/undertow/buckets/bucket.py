@@ -291,13 +291,13 @@ class LiveBucket(ABC):
             param.grad is not None and param.grad.requires_grad for param in self.params
         )
         if self._is_packed:
-            self.pack()
+            self.pack(())
 
     def bind_local(self) -> None:
         """Binds `.grad` to values of `pack_local`, if it has packed."""
         if self._is_packed:
             self._is_packed = False
-            self.bind()
+            self.bind(())
 
     def note_known(self) -> None:
         """Called when a step begins: whatever is in `.grad` now is not a new gradient.
@@ -611,9 +611,9 @@ class DenseBucket(LiveBucket):
 
 
 class SparseBucket(LiveBucket):
-    """A bucket of sparse gradients, such as of the weight of nn.Embedding(sparse=True), on the host.
+    """A bucket of sparse gradients, such as of the weight of nn.Embedding(sparse=True).
 
-    On a device, dense buckets take them.
+    On the host: on a device, dense buckets take them.
     """
 
     def __init__(self, spec: Bucket, shared: Shared) -> None:

@@ -113,7 +113,7 @@ class SentWork(dist.Work):
 
     def finish(self, error: Exception) -> None:
         """Ends it without a message."""
-        self._started.set_exception(error)
+        self._started.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Blocks until gloo has sent it."""

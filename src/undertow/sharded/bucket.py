@@ -472,7 +472,7 @@ class ShardedBucket(DenseBucket):
             return
         self._is_packed = False
         _make(self._copies)
-        super().bind()
+        super().bind(())
         for position, placeholder in self._before.items():
             param = self.params[position]
             param.grad, placeholder.added = placeholder, param.grad
