@@ -632,7 +632,7 @@ class DenseBucket(LiveBucket):
 
 
 class SparseBucket(LiveBucket):
-    """A bucket of sparse gradients, such as of the weight of nn.Embedding(sparse=True), on the host.
+    """A bucket of sparse gradients on the host, as of the weight of nn.Embedding(sparse=True).
 
     On a device, dense buckets take them.
     """
