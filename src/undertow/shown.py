@@ -58,8 +58,8 @@ def cell(text: str) -> "Text":
 def table_of(columns: Mapping[str, tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> "Table":
     """Returns a table of plain values.
 
-    A column of that name has a title and the format of its values, "" for text on the left. None
-    is shown as "-".
+    `columns` has the title of each column by its key in `rows`, and the format of its numbers; ""
+    if it has texts. None is shown as "-".
     """
     from rich.table import Table
 

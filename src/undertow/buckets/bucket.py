@@ -1,6 +1,7 @@
 """One bucket in training: its memory, the `.grad` of its parameters, trailer and collective.
 
-Between steps `.grad` is a view of the bucket. It is None while the bucket is in flight.
+Between steps `.grad` is a view of the bucket, or if no rank has used it a copy of the previous one.
+It is None while the bucket is in flight.
 
 memory.flat         | gradients | padding | trailer |      one allocation, used again in every step
 memory.gradients    | gradients |

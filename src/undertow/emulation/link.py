@@ -107,8 +107,10 @@ class SentWork(dist.Work):
     def __init__(self) -> None:
         super().__init__()
         self._started: torch.futures.Future[dist.Work] = torch.futures.Future()
+        self._running: dist.Work | None = None
 
     def start(self, running: dist.Work) -> None:
+        self._running = running
         self._started.set_result(running)
 
     def finish(self, error: Exception) -> None:
@@ -120,7 +122,8 @@ class SentWork(dist.Work):
         return self._started.wait().wait()
 
     def is_completed(self) -> bool:
-        return self._started.done() and self._started.value().is_completed()
+        is_running = self._running is not None and not self._running.is_completed()
+        return self._started.done() and not is_running
 
 
 @final

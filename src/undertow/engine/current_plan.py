@@ -349,8 +349,11 @@ class CurrentPlan:
         )
         return sharded_plan(now, hooks, self.compiled.reducer.config)
 
-    def follow_layout(self, plan: Plan, layout: Layout) -> None:
-        """Lays out the same parameters as `layout` says."""
+    def follow_layout(self, plan: Plan, layout: Layout, *, keeps_owners: bool) -> None:
+        """Lays out the same parameters as `layout` says.
+
+        With `keeps_owners`, measurements do not move them to other ranks.
+        """
         before, hooks = self.compiled, self.hooks
         self._recorder.forgets_gathers()
         self.compiled = CompiledPlan(
@@ -366,7 +369,7 @@ class CurrentPlan:
             _ = self.compiled.buckets
         hooks.regroup(plan)
         if hooks.tuning is not None:
-            hooks.tuning.lays_out()
+            hooks.tuning.lays_out(keeps_owners=keeps_owners)
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters that a sharded optimizer updates have arrived."""

@@ -77,6 +77,7 @@ class Tuning:
         self.tuner: Tuner | None = None  # if steps are measured
         self._arrivals, self._recorder, self._reducer = arrivals, recorder, reducer
         self._seen: list[int] = []  # parameters, as their gradients arrive
+        self._keeps_owners = False  # of whole parameters
         self._num_rounds = 0  # of those that count down to the next act
         self._exchange: _Exchange | None = None  # the last one; None while there is only the order
         # at the end of the next sound round
@@ -141,16 +142,20 @@ class Tuning:
             self._measure()
         return decision
 
-    def lays_out(self) -> None:
+    def lays_out(self, *, keeps_owners: bool) -> None:
         """Called when a sharded optimizer lays parameters out: another order would come too late.
 
-        Measures again if the collectives of shards were not measured.
+        Measures again if the collectives of shards were not measured. With `keeps_owners` the plan
+        does not move.
         """
+        self._keeps_owners = keeps_owners
         if self.act == self._send_order:
             self._end_order()
         exchange = self._exchange
         has_ended = self.act is None and self.sent is None
         if has_ended and exchange is not None and not exchange.measured.has_shards:
+            assert self.tuner is not None  # it has measured
+            self.tuner.forget()
             self.decision = None
             self._num_rounds = 0
             self.act = self._wait_for_settled_steps
@@ -219,6 +224,8 @@ class Tuning:
             return
         if torch.are_deterministic_algorithms_enabled():
             decision = Decision(outcome=Outcome.FROZEN)
+        elif self._keeps_owners:
+            decision = Decision(outcome=Outcome.OWNED)
         elif measurement is None:
             decision = Decision(outcome=Outcome.INCOMPLETE)
         elif group.rank == 0:

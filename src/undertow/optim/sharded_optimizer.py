@@ -22,7 +22,6 @@ from undertow.optim.state import (
     ParamState,
     gather_states,
     part_of_state,
-    require_portable,
     updates_whole_parameters,
 )
 from undertow.sharded.bucket import FlatParams, ShardPart, in_memory_order
@@ -135,7 +134,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": groups,
         }
-        self._steps = sync._shard(self, described, whole=is_whole)
+        keeps_state = is_whole and cls not in NEED_WHOLE and cls not in ELEMENTWISE
+        self._steps = sync._shard(self, described, whole=is_whole, keeps_state=keeps_state)
 
     @private.untraced
     @torch.no_grad()
@@ -577,8 +577,7 @@ class InnerOptimizer:
                     owned.state = states[owned.param] = inner[owned.target]
 
     def _step_as_agreed(self) -> None:
-        """Raises ConfigError if the step of a class that may do anything has changed settings, or
-        made a state that cannot go to another rank."""
+        """Raises ConfigError if the step of a class that may do anything has changed settings."""
         before = list(map(hyper_parameters, self.optimizer.param_groups))
         private.step_unwatched(self.optimizer)
         cls = type(self.optimizer).__name__
@@ -588,9 +587,6 @@ class InnerOptimizer:
             where="ShardedOptimizer.step",
             remedy="Ranks would not agree on them. Use this optimizer without sharding.",
         )
-        for owned in self.owned:
-            if owned.state is None:
-                require_portable(self.optimizer.state.get(owned.target, {}), cls=cls)
 
     def _follow_writes(self) -> None:
         for flat in self._flats:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from undertow.buckets.bucket import strides_of_gradient
 from undertow.device import device_of
-from undertow.errors import ConfigError, require
-from undertow.plan import Bucket
+from undertow.errors import require
+from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.sharded.bucket import ShardPart, in_memory_order
@@ -103,19 +103,16 @@ def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | Non
     return whole
 
 
-def require_portable(state: Mapping[str, Any], *, cls: str) -> None:
-    """Raises ConfigError if a state of that class has what cannot go to another rank."""
-    for key, value in flattened(state).items():
-        try:
-            json.dumps({key: description(value)})
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{cls} cannot be sharded: state[param][{key!r}] is of type "
-                f"{type(value).__name__}, which cannot go to another rank.",
-                where="ShardedOptimizer.step",
-                remedy="Keep tensors, lists of tensors, numbers and texts there, or use this "
-                "optimizer without sharding.",
-            ) from error
+def _why_not_sent(own: Mapping[int, Mapping[str, list[Any]]], plan: Plan) -> str:
+    """Returns which described state cannot go to another rank, or ""."""
+    for index, entries in own.items():
+        for key, entry in entries.items():
+            try:
+                json.dumps({key: entry})
+            except (TypeError, ValueError):
+                kind = type(entry[1]).__name__
+                return f"state[{plan.params[index].name!r}][{key!r}] is of type {kind}"
+    return ""
 
 
 def part_of_state(
@@ -282,8 +279,18 @@ def _agreed_descriptions(
     if sharding.group.num_ranks == 1:
         return own
     waits_for = "the state of a ShardedOptimizer, for which every rank must call state_dict()"
+    why_not = _why_not_sent(own, sharding.plan)
+    gathered = gather_json(sharding.group, why_not or own, waits_for=waits_for)
+    reasons = (each for each in gathered if isinstance(each, str))
+    require(
+        not (reason := next(reasons, "")),
+        f"{reason}, which cannot go to another rank.",
+        where="ShardedOptimizer",
+        remedy="Keep tensors, lists of tensors, numbers and texts in the state, or use this "
+        "optimizer without sharding.",
+    )
     found: dict[int, dict[str, list[Any]]] = {}
-    for of_rank in gather_json(sharding.group, own, waits_for=waits_for):
+    for of_rank in gathered:
         found.update({int(index): entries for index, entries in of_rank.items()})
     return dict(sorted(found.items()))
 

@@ -309,8 +309,8 @@ def _format(asked: str | None, of_profile: str | None) -> str | None:
 def _with_hidden_matrices_whole(profile: Profile) -> Profile:
     """Returns the profile with an owner for each hidden matrix, as names and shapes tell them.
 
-    A profile that has whole parameters stays as it is. The buckets of any other mix matrices with
-    the rest, and go.
+    A profile that has whole parameters stays as it is. Any other loses its buckets, which may hold
+    matrices and other parameters.
     """
     if any(spec.is_whole for spec in profile.params):
         return profile

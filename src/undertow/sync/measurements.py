@@ -68,6 +68,7 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
             Outcome.MOVE,
             Outcome.KEEP,
             Outcome.TOO_LARGE,
+            Outcome.OWNED,
         )
         why = (
             ("planned from measurements")

@@ -214,6 +214,7 @@ _TEXTS = {
     Outcome.UNKNOWN: "kept: buckets of one size do not show what other sizes cost",
     Outcome.FROZEN: "kept: torch.use_deterministic_algorithms is on, and another plan rounds "
     "differently",
+    Outcome.OWNED: "kept: the state of an optimizer that Undertow does not know stays where it is",
     Outcome.INCOMPLETE: "the steps are measured again: some were not complete, or the plan has "
     "changed",
     Outcome.TOO_LARGE: "kept ({numbers}: for a move every rank would hold all of the optimizer's "

@@ -206,6 +206,7 @@ class Outcome(IntEnum):
     # the steps were not measured, or another plan has taken over since: they are measured again
     INCOMPLETE = 4
     TOO_LARGE = 5  # for a move every rank would hold the whole state of the optimizer for a moment
+    OWNED = 6  # the state of an optimizer that Undertow does not know stays with its owners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,10 @@ class Tuner:
             self.learn_costs(kind, samples)
         self._measured = measurement.profile
 
+    def forget(self) -> None:
+        """Forgets the measured steps; what collectives cost stays."""
+        self._measured = None
+
     def learn_costs(self, kind: str, samples: Sequence[tuple[float, float]]) -> None:
         """Adds samples of collectives of that kind."""
         self._samples.setdefault(kind, []).extend(samples)
