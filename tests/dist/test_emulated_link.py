@@ -131,7 +131,8 @@ def exchange_parts(link: EmulatedLink) -> Exchanged:
     """Every rank sends every other one its part, all at once, under two tags in turn."""
     rank, size = dist.get_rank(), dist.get_world_size()
     numel = NUM_BYTES // 4 // size // 2
-    received = {(peer, tag): torch.empty(numel) for peer in range(size) if peer != rank for tag in (0, 1)}
+    peers = [(rank + step) % size for step in range(1, size)]  # or all would send to rank 0 first, and wait for its way in
+    received = {(peer, tag): torch.empty(numel) for tag in (0, 1) for peer in peers}
     sent = {(peer, tag): torch.full((numel,), 10.0 * rank + tag) for peer, tag in received}
     began_s = begin_together(link)
     works = [dist.irecv(tensor, peer, tag=tag) for (peer, tag), tensor in received.items()]
