@@ -550,8 +550,9 @@ class DenseBucket(LiveBucket):
             self.handles = [self._reduce_flat(flat)]
         else:
             assert reducer.exchanges is not None  # which send the parcel
-            handle = reducer.exchanges.all_reduce(flat, self._parcel, trailer=self.memory.trailer)
-            self.handles = [handle]
+            self.handles = [
+                reducer.exchanges.all_reduce(flat, self._parcel, trailer=self.memory.trailer)
+            ]
 
     def values(self) -> Sequence[Tensor]:
         return (self.memory.gradients,)

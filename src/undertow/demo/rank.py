@@ -301,7 +301,7 @@ class WayRun:
             self._sharded.wait()
 
     def result(self, transfers: Sequence[Carried], right: "WayRun") -> WayDone:
-        """Returns the figures, and whether they are those of the variant that is `right`.
+        """Returns the figures, and whether they agree with the variant `right`.
 
         The typical step is the measured one of median duration; with outer synchronization, where
         few steps exchange anything, one during an exchange whose duration is nearest to the mean.

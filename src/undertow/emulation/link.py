@@ -28,6 +28,7 @@ Messages of one sender occupy a way in one after another; the latency of one doe
 next. Collectives occupy the way in only.
 """
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -51,7 +52,7 @@ from undertow.ranks import patience
 __all__ = ["BACKEND", "Carried", "EmulatedLink", "emulated_backend"]
 
 BACKEND = "emulated"
-_SLICE_S = 2e-3  # of the way in, for each sender in turn: the time of 240 kB at 1 Gb/s
+_SLICE_S = 2e-3  # of the way in, at most, for each sender in turn: of 240 kB at 1 Gb/s
 _LOG_LENGTH = 65_536  # limits the memory of a training run that never takes its log
 
 
@@ -106,7 +107,7 @@ class SentWork(dist.Work):
 
     def __init__(self) -> None:
         super().__init__()
-        self._started: torch.futures.Future[dist.Work] = torch.futures.Future()
+        self._started: torch.futures.Future[Any] = torch.futures.Future()
         self._running: dist.Work | None = None
 
     def start(self, running: dist.Work) -> None:
@@ -115,15 +116,14 @@ class SentWork(dist.Work):
 
     def finish(self, error: Exception) -> None:
         """Ends it without a message."""
-        self._started.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+        self._started.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Blocks until gloo has sent it."""
-        return self._started.wait().wait()
+        return bool(self._started.wait().wait())
 
     def is_completed(self) -> bool:
-        is_running = self._running is not None and not self._running.is_completed()
-        return self._started.done() and not is_running
+        return self._started.done() and (self._running is None or self._running.is_completed())
 
 
 @final
@@ -300,19 +300,18 @@ class Receives:
     def _receive(self, work: LinkWork, running: dist.Work, num_bytes: int, posted_s: float) -> None:
         running.wait()
         due_s = time.perf_counter()
-        left_s = num_bytes / self._link.link.bytes_per_s
-        started_s = None
-        while started_s is None or left_s > 0:
-            slice_s = min(left_s, _SLICE_S)
-            began_s, due_s = self._link.way_in.reserve(ready_s=due_s, bytes_s=slice_s)
-            started_s = began_s if started_s is None else started_s
-            left_s -= slice_s
+        bytes_s = num_bytes / self._link.link.bytes_per_s
+        num_slices = max(1, math.ceil(bytes_s / _SLICE_S))
+        starts_s = []
+        for _ in range(num_slices):
+            start_s, due_s = self._link.way_in.reserve(ready_s=due_s, bytes_s=bytes_s / num_slices)
+            starts_s.append(start_s)
             _sleep_until(due_s)  # meanwhile other senders reserve
         deliver = partial(
             self._link.deliver, work, kind="send", num_bytes=num_bytes, launched_s=posted_s
         )
         due_s += self._link.link.hop_s
-        self._delivery.submit(work, partial(deliver, started_s=started_s, due_s=due_s))
+        self._delivery.submit(work, partial(deliver, started_s=starts_s[0], due_s=due_s))
 
 
 def _sleep_until(until_s: float) -> None:

@@ -54,6 +54,12 @@ NEED_WHOLE = (torch.optim.Adafactor, torch.optim.Muon)
 _REFUSED = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
+def is_known(cls: type[torch.optim.Optimizer]) -> bool:
+    """Returns True if each parameter is updated on its own, and all that a step changes is in
+    `state[param]`."""
+    return cls in ELEMENTWISE or cls in NEED_WHOLE
+
+
 def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | None) -> bool:
     """Returns True if one rank is to update all of a parameter, as the user says or as a known
     class needs it.
@@ -71,7 +77,7 @@ def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | Non
     )
     if whole is None:
         require(
-            cls in ELEMENTWISE or cls in NEED_WHOLE,
+            is_known(cls),
             f"{cls.__name__} cannot be sharded: Undertow does not know that it updates each "
             "parameter on its own.",
             where=where,
@@ -110,8 +116,10 @@ def _why_not_sent(own: Mapping[int, Mapping[str, list[Any]]], plan: Plan) -> str
             try:
                 json.dumps({key: entry})
             except (TypeError, ValueError):
-                kind = type(entry[1]).__name__
-                return f"state[{plan.params[index].name!r}][{key!r}] is of type {kind}"
+                return (
+                    f"state[{plan.params[index].name!r}][{key!r}] is of type "
+                    f"{type(entry[1]).__name__}"
+                )
     return ""
 
 
@@ -281,9 +289,9 @@ def _agreed_descriptions(
     waits_for = "the state of a ShardedOptimizer, for which every rank must call state_dict()"
     why_not = _why_not_sent(own, sharding.plan)
     gathered = gather_json(sharding.group, why_not or own, waits_for=waits_for)
-    reasons = (each for each in gathered if isinstance(each, str))
+    reason = next((each for each in gathered if isinstance(each, str)), "")
     require(
-        not (reason := next(reasons, "")),
+        not reason,
         f"{reason}, which cannot go to another rank.",
         where="ShardedOptimizer",
         remedy="Keep tensors, lists of tensors, numbers and texts in the state, or use this "

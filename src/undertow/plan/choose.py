@@ -128,7 +128,8 @@ def equal_groups(
         sent_bytes = 0
         for param in members:
             middle = sent_bytes + params[param].num_bytes / 2
-            stretches[min(int(middle / target), number - 1) if target else 0].append(param)
+            stretch = min(int(middle / target), number - 1) if target else 0
+            stretches[stretch].append(param)
             sent_bytes += params[param].num_bytes
         groups += filter(None, stretches)
     return by_last_ready(groups, order)

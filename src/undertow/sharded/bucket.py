@@ -427,10 +427,11 @@ class ShardedBucket(DenseBucket):
             self._mark_nonfinite((memory.gradients,))
 
         parcel, _ = self._parcels
-        handle = self._groups.shard.reduce_scatter(
-            memory.flat, self._reduced, parcel, trailer=memory.trailer, pack=pack
-        )
-        self.handles = [handle]
+        self.handles = [
+            self._groups.shard.reduce_scatter(
+                memory.flat, self._reduced, parcel, trailer=memory.trailer, pack=pack
+            )
+        ]
 
     def launch_across(self) -> None:
         replicate = self._groups.replicate
@@ -438,10 +439,11 @@ class ShardedBucket(DenseBucket):
         # the schedule of a strategy with two axes
         assert replicate is not None
         assert crossing is not None
-        handle = replicate.all_reduce_behind(
-            self.handles[0], self._reduced, crossing, trailer=self.memory.trailer
-        )
-        self.handles = [handle]
+        self.handles = [
+            replicate.all_reduce_behind(
+                self.handles[0], self._reduced, crossing, trailer=self.memory.trailer
+            )
+        ]
 
     def values(self) -> Sequence[Tensor]:
         return (self._reduced,)

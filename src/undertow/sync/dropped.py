@@ -71,7 +71,7 @@ def warn_of_late_backward(module: nn.Module, params: Iterable[Tensor]) -> None:
 
     hooks.append(module.register_forward_pre_hook(ModuleHook(module, partial(remove_all, hooks))))
     with private.as_plain_tensors():  # parameters in flight may never arrive
-        hooks.extend(param.register_post_accumulate_grad_hook(arrives) for param in params)  # type: ignore[no-untyped-call]
+        hooks.extend(private.hook_gradients(param, arrives) for param in params)
 
 
 def _warn_of_dropped(module: nn.Module, ids: set[int]) -> None:

@@ -9,7 +9,7 @@ in microseconds since the end of the previous synchronization, which ends on all
     by param    reductions, by bucket     gathers, by bucket
 
 Each rank subtracts the time for which its forward waited for parameters from the times before and
-in backward, but not from those of collectives.
+in backward, and not from when collectives begin and end.
 
 A gradient is ready when the last rank has it. A collective begins when the last rank launches it,
 and ends when the last rank has its result: all are maxima. Values that a rank does not know are
@@ -228,7 +228,7 @@ class Decision:
         The length depends on the parameters only, so that every rank knows it before.
         """
         text = json.dumps(asdict(self)).ljust(_MOST_BYTES + _MOST_BYTES_OF_PARAM * len(params))
-        return np.array([*text.encode()], dtype=np.uint8)
+        return np.frombuffer(bytearray(text.encode()), dtype=np.uint8)
 
 
 def decision_from_array(message: NDArray[np.uint8]) -> Decision:
