@@ -45,7 +45,7 @@ class DemoSettings:
 
     num_ranks: int = 2
     link: str = "250mbit"
-    num_steps: int = 8  # measured steps per variant, after the warm-up
+    num_steps: int = 5  # measured steps per variant, after the warm-up
     out: Path = Path("out")
     strategy: str = "ddp"  # a strategy with shards is trained as an additional variant
     # the steps between two exchanges of a fragment: outer synchronization as another variant
