@@ -175,7 +175,7 @@ def demo(  # one argument per option
     ] = "250mbit",
     steps: Annotated[
         int, typer.Option(min=1, help="Measured steps per way, after ten to warm up.")
-    ] = 8,
+    ] = 5,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     strategy: Annotated[
         str,
