@@ -44,6 +44,12 @@ class Wire(Protocol):
         Profiles of runs that have used the format contain the time.
         """
 
+    @property
+    def bucket_us(self) -> float:
+        """Microseconds of one core for a bucket on the host, whatever its size: its operators and
+        messages, beyond those in full width. Planning counts them.
+        """
+
     def num_bytes(self, numel: int) -> int:
         """Returns the bytes of `numel` encoded elements, a multiple of `block`."""
 
@@ -74,6 +80,7 @@ class Cast:
     itemsize: int = 2
     block: int = 1
     coding_us_per_mb: float = 100.0
+    bucket_us: float = 700.0
 
     def num_bytes(self, numel: int) -> int:
         return numel * self.itemsize
@@ -108,6 +115,7 @@ class BlockInt8:
     block: int = 512
     largest: float = _LARGEST_FP32 * (1 - 2.0**-22)  # two roundings of 2^-24 each lie above it
     coding_us_per_mb: float = 350.0
+    bucket_us: float = 1400.0
 
     def num_bytes(self, numel: int) -> int:
         return numel + numel // self.block * 4

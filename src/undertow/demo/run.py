@@ -67,14 +67,13 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
 
 def headline(results: Sequence[WayDone]) -> str:
     """Returns the speeds of Undertow's variants over torch DDP's, as a sentence without its end."""
-    step_us = {done.way: done.step_us for done in results}
-    compared_us = step_us[TORCH_DDP]
-    speeds = [f"{compared_us / step_us['undertow']:.2f} times as fast as torch DDP"]
-    for done in results:
-        if done.way in OURS and done.way != "undertow":
-            label = WAYS[done.way].removeprefix("Undertow, ")
-            speeds.append(f"{compared_us / done.step_us:.2f} times with {label}")
-    return f"Undertow trains {', '.join(speeds)}"
+    compared_us = next(done.step_us for done in results if done.way == TORCH_DDP)
+    speeds = [
+        f"{compared_us / done.step_us:.2f} times ({WAYS[done.way].removeprefix('Undertow, ')})"
+        for done in results
+        if done.way in OURS
+    ]
+    return f"Undertow trains {', '.join(speeds)} as fast as torch DDP"
 
 
 def _sameness(settings: DemoSettings, results: Sequence[WayDone]) -> str:
@@ -165,13 +164,13 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    compared = next((done for done in results if done.way == TORCH_DDP), results[0]).step_us
+    compared_us = next(done.step_us for done in results if done.way == TORCH_DDP)
     for done in sorted(results, key=lambda done: -done.step_us):
         overlap = done.overlap
         table.add_row(
             WAYS[done.way],
             f"{done.step_us / 1e3:.1f}",
-            f"{compared / done.step_us:.2f}x",
+            f"{compared_us / done.step_us:.2f}x",
             "-" if overlap.fraction is None else f"{overlap.exposed_us / 1e3:.1f}",
             "-" if overlap.fraction is None else f"{overlap.fraction:.0%}",
             done.num_ops,

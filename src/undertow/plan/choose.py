@@ -118,17 +118,17 @@ def equal_groups(
     of_kind: defaultdict[Kind, list[int]] = defaultdict(list)
     for param in order:
         of_kind[params[param].kind].append(param)
-    total_bytes = sum(spec.num_bytes for spec in params)
+    total_bytes = sum(spec.num_bytes for spec in params) or 1
     groups: list[list[int]] = []
     for members in of_kind.values():
         num_bytes = _num_bytes(params, members)
-        number = max(1, round(num_buckets * num_bytes / total_bytes)) if total_bytes else 1
-        target = num_bytes / (number - 1 + last_share)
+        number = max(1, round(num_buckets * num_bytes / total_bytes))
+        target = num_bytes / (number - 1 + last_share) or 1
         stretches: list[list[int]] = [[] for _ in range(number)]
         sent_bytes = 0
         for param in members:
             middle = sent_bytes + params[param].num_bytes / 2
-            stretch = min(int(middle / target), number - 1) if target else 0
+            stretch = min(int(middle / target), number - 1)
             stretches[stretch].append(param)
             sent_bytes += params[param].num_bytes
         groups += filter(None, stretches)

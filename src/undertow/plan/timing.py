@@ -28,7 +28,7 @@ from undertow.cost.costs import Floats
 from undertow.plan.layout import Groups, ParamSpec, Wires
 from undertow.plan.owners import largest_over_mean
 from undertow.plan.plan import Bucket, Plan
-from undertow.wire import wire_for
+from undertow.wire import WIRES, wire_for
 
 _ROUNDING = 1e-9  # of a sum of times
 
@@ -51,7 +51,8 @@ class StepTiming:
 class StepModel:
     """Predicts the time of a step under any buckets and formats.
 
-    Each bucket delays backward by `bucket_us` of processor time before it is sent. With shards, the
+    Each bucket delays backward by `bucket_us` of processor time before it is sent; if any bucket is
+    in a format, by the format's too, which is simpler than to tell them apart. With shards, the
     time is the period of steps without their update: the stall of the next forward, which waits for
     gathers in the format `param_wire`, plus the longer of backward and reductions. Bytes are of
     gradients, without padding and trailers.
@@ -81,7 +82,8 @@ class StepModel:
         """
         groups = groups or ((),)  # one empty bucket is sent
         wires = wires or (None,) * len(groups)
-        finish_us = _through_us(self._starts_us(groups), self._reductions_us(groups, wires))
+        starts_us = self._starts_us(groups, wires)
+        finish_us = _through_us(starts_us, self._reductions_us(groups, wires))
         if not self.has_shards:
             return finish_us
         used_us = [
@@ -97,7 +99,7 @@ class StepModel:
         The last reduction ends as early as if all buckets were in `wire`.
         """
         wires = list(self.narrowed(groups, wire))
-        starts_us = np.array(self._starts_us(groups))
+        starts_us = np.array(self._starts_us(groups, wires))
         times_us = self._reductions_us(groups, wires)
         longer_us = self._reductions_us(groups, (None,) * len(groups)) - times_us
         # The last reduction ends at the latest sum of a start and all times from there on.
@@ -110,15 +112,15 @@ class StepModel:
                 wires[bucket] = None
         return tuple(wires)
 
-    def _starts_us(self, groups: Groups) -> list[float]:
+    def _starts_us(self, groups: Groups, wires: Sequence[str | None]) -> list[float]:
         """Returns the earliest start of each bucket."""
-        starts_us = []
-        for number, group in enumerate(groups, 1):
-            ready_us = max((self.timing.ready_us[param] for param in group), default=0.0)
-            starts_us.append(ready_us + number * self.bucket_us)
-        at_end_us = self.timing.backward_end_us + len(groups) * self.bucket_us
-        starts_us[-1] = max(starts_us[-1], at_end_us)
-        return starts_us
+        of_formats = (WIRES[wire].bucket_us for wire in wires if wire is not None)
+        bucket_us = self.bucket_us + max(of_formats, default=0.0)
+        ready_us = [
+            max((self.timing.ready_us[param] for param in group), default=0.0) for group in groups
+        ]
+        ready_us[-1] = max(ready_us[-1], self.timing.backward_end_us)
+        return [time_us + number * bucket_us for number, time_us in enumerate(ready_us, 1)]
 
     def _reductions_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
         payloads = list(map(self._payload, groups, wires))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _MS = 1e-3  # milliseconds in a microsecond
-_MOST_RANKS = 8  # of more, the least and the most are told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,7 @@ class Explanation(Shown):
     strategy: str
     bucket_mb: tuple[float, ...]  # 10^6 bytes, in full width
     wires: Wires = ()  # the format of each bucket
-    # whole parameters: the bytes that each rank owns in each bucket, and the balance
+    # whole parameters: the bytes that ranks own in each bucket, and the balance
     owners: tuple[str, ...] = ()
     why: str  # the reason for this plan
     bound_by: str = ""  # what limits its communication, with the figures
@@ -78,7 +77,7 @@ def _lines(explained: Explanation) -> Iterator[str]:
         yield "The fastest plans of each number of buckets, predicted:"
         yield from (f"  {row}" for row in explained.plans)
     if explained.owners:
-        yield "One owner for each parameter, MB of each rank:"
+        yield "One owner for each parameter, MB of a rank:"
         yield from (f"  {row}" for row in explained.owners)
     if explained.network:
         yield "The network, as measured:"
@@ -137,10 +136,8 @@ def _owners_of(plan: Plan) -> tuple[str, ...]:
         if bucket.owners is None:
             continue
         parts = by_rank(num_bytes, slice(bucket.index, bucket.index + 1))
-        sizes = [f"{part / 1e6:.2f}" for part in parts]
-        if len(sizes) > _MOST_RANKS:
-            sizes = [f"{min(parts) / 1e6:.2f} to {max(parts) / 1e6:.2f}"]
-        rows.append(f"bucket {bucket.index}: {', '.join(sizes)} (largest {_over_mean(parts)})")
+        sizes = f"{min(parts) / 1e6:.2f} to {max(parts) / 1e6:.2f}"
+        rows.append(f"bucket {bucket.index}: {sizes} (largest {_over_mean(parts)})")
     work = by_rank([update_work(spec) for spec in plan.params], slice(None))
     in_all = _over_mean(by_rank(num_bytes, slice(None)))
     rows.append(f"all: largest {in_all} in bytes, {_over_mean(work)} in work of updates")

@@ -37,14 +37,16 @@ def test_the_table_fits_a_narrow_terminal_and_a_way_that_is_wrong_is_marked() ->
     alone = Trace(rank=0, step=4, events=TRACE.events[1:2])
     results = [
         done("bucketed", is_right=False),
+        done("torch-ddp"),
         done("undertow"),
         done("int8"),
         done("outer", step_us=30_000.0, overlap=Overlap(total_us=6_000.0, exposed_us=1_000.0), num_ops="2/30"),
         done("zero2", alone),
     ]
     lines = [line.strip() for line in printed(comparison_table(results, num_steps=3), width=80).splitlines()]
-    assert lines[-5:] == [
+    assert lines[-6:] == [
         "bucketed, after backward  1234.6   1.00x     25.0    80%     1  2.5000      NO",
+        "torch DDP, defaults       1234.6   1.00x     25.0    80%     1  2.5000     yes",
         "Undertow, defaults        1234.6   1.00x     25.0    80%     1  2.5000     yes",
         'Undertow, wire="int8"     1234.6   1.00x     25.0    80%     1  2.5000   close',
         "Undertow, outer             30.0  41.15x      1.0    83%  2/30  2.5000     own",
@@ -58,7 +60,7 @@ def test_one_sentence_has_the_speeds_of_undertows_ways() -> None:
         done("undertow"),
         done("outer", step_us=TRACE.duration_us / 3),
     ]
-    assert headline(results) == "Undertow trains 1.00 times as fast as torch DDP, 3.00 times with outer"
+    assert headline(results) == "Undertow trains 1.00 times (defaults), 3.00 times (outer) as fast as torch DDP"
 
 
 def test_a_way_with_other_results_is_named_and_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

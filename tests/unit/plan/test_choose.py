@@ -196,30 +196,31 @@ def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, 
     assert model_of(params, when, curve).finish_us(groups) == pytest.approx(finished_us, **ROUNDING)
 
 
-# Four gradients of 512,000 bytes, at 10, 20, 30 and 40 ms; in int8 each has 129,000 bytes, and takes 0.179 ms to encode, add
+# Four gradients of 5.12 MB, at 100, 200, 300 and 400 ms; in int8 each has 1.29 MB, and takes 1.79 ms to encode, add
 # and decode.
-KB, LAYERS = 1e-3, [spec(f"p{i}", 128_000) for i in range(4)]
-FULL, INT8 = 512_000, 129_000
-CODING_US = WIRES["int8"].coding_us_per_mb * 0.512
-EVERY_10_MS = timing(10_000, 20_000, 30_000, 40_000)
+KB, LAYERS = 1e-3, [spec(f"p{i}", 1_280_000) for i in range(4)]
+FULL, INT8 = 5_120_000, 1_290_000
+CODING_US = WIRES["int8"].coding_us_per_mb * 5.12
+HOST_US = WIRES["int8"].bucket_us  # of each bucket
+EVERY_100_MS = timing(100_000, 200_000, 300_000, 400_000)
 
 
 @pytest.mark.parametrize(
     ("ns_per_byte", "wires", "finish_us"),
     [
-        # 0.256 ms each: 1 % of the step is not to be gained.
-        pytest.param(0.5, (None,) * 4, 40_000 + 0.5e-3 * FULL, id="all hidden"),
-        # 5.12 ms each: the last one is exposed.
-        pytest.param(10, (None, None, None, "int8"), 40_000 + 10e-3 * INT8 + CODING_US, id="the last one exposed"),
-        # 14.8 ms each, in int8 3.9: with one of the first three in full width the link is idle when the last one comes.
-        pytest.param(29, (None, "int8", "int8", "int8"), 40_000 + 29e-3 * INT8 + CODING_US, id="some exposed"),
-        # 51.2 ms each, in int8 13: the link is never idle.
-        pytest.param(100, ("int8",) * 4, 10_000 + 4 * (100e-3 * INT8 + CODING_US), id="none hidden"),
+        # 2.56 ms each: 1 % of the step is not to be gained.
+        pytest.param(0.5, (None,) * 4, 400_000 + 0.5e-3 * FULL, id="all hidden"),
+        # 51.2 ms each: the last one is exposed.
+        pytest.param(10, (None, None, None, "int8"), 400_000 + 4 * HOST_US + 10e-3 * INT8 + CODING_US, id="the last one exposed"),
+        # 148 ms each, in int8 39: with one of the first three in full width the link is idle when the last one comes.
+        pytest.param(29, (None, "int8", "int8", "int8"), 400_000 + 4 * HOST_US + 29e-3 * INT8 + CODING_US, id="some exposed"),
+        # 512 ms each, in int8 131: the link is never idle.
+        pytest.param(100, ("int8",) * 4, 100_000 + HOST_US + 4 * (100e-3 * INT8 + CODING_US), id="none hidden"),
     ],
 )
 def test_auto_sends_the_fewest_bytes_in_int8(ns_per_byte: float, wires: Wires, finish_us: float) -> None:
     groups = ((0,), (1,), (2,), (3,))
-    model = model_of(LAYERS, EVERY_10_MS, line(0, ns_per_byte * KB))
+    model = model_of(LAYERS, EVERY_100_MS, line(0, ns_per_byte * KB))
     best = choice(model, wire="auto", groups=groups).best
     assert (best.groups, best.wires) == (groups, wires)
     # The model of the choice tells the time of any other plan.
@@ -247,7 +248,7 @@ def test_no_bucket_is_narrow_without_need(ns_per_byte: float, numels: list[int],
 
 def test_a_format_that_is_set_is_planned_for_in_every_bucket() -> None:
     params = [*LAYERS, spec("bias", 100)]  # less than a block
-    when = timing(10_000, 20_000, 30_000, 40_000, 40_000)
+    when = timing(100_000, 200_000, 300_000, 400_000, 400_000)
     model = model_of(params, when, line(0, 10 * KB))
     found = choice(model, wire="int8")
     for each in found.candidates:
@@ -255,7 +256,7 @@ def test_a_format_that_is_set_is_planned_for_in_every_bucket() -> None:
     alone = choice(model, wire="int8", groups=((0, 1, 2, 3), (4,))).best
     assert alone.wires == ("int8", "int8")
     # The bias travels as it is.
-    assert alone.finish_us == pytest.approx(40_000 + 10 * KB * (4 * INT8 + 400) + 4 * CODING_US, **ROUNDING)
+    assert alone.finish_us == pytest.approx(400_000 + HOST_US + 10 * KB * (4 * INT8 + 400) + 4 * CODING_US, **ROUNDING)
 
 
 @pytest.mark.parametrize(("num_shards", "part"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])

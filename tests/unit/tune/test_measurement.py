@@ -292,7 +292,7 @@ def test_before_anything_is_measured_only_the_plan_is_known() -> None:
     [
         (
             2,
-            "  bucket 1: 2.00, 1.00 (largest 1.33 x the mean)\n"
+            "  bucket 1: 1.00 to 2.00 (largest 1.33 x the mean)\n"
             "  all: largest 1.33 x the mean in bytes, 1.33 x the mean in work of updates",
         ),
         (9, "  bucket 1: 0.00 to 1.00 (largest 3.00 x the mean)\n  all: largest 3.00 x the mean in bytes, 3.00 x the mean in"),
@@ -301,7 +301,7 @@ def test_before_anything_is_measured_only_the_plan_is_known() -> None:
 def test_owners_and_their_balance_are_told(num_ranks: int, told: str) -> None:
     params = [replace(spec, is_whole=spec.name != PARAMS[3].name) for spec in PARAMS]
     it = explained(plan_from_groups(params, ((3,), (2, 1, 0)), num_ranks=num_ranks), None)
-    assert f"One owner for each parameter, MB of each rank:\n{told}" in str(it)
+    assert f"One owner for each parameter, MB of a rank:\n{told}" in str(it)
     assert explained(plan_of((3, 2), (1, 0)), None).owners == ()
 
 
