@@ -87,9 +87,9 @@ $(READY)%: $(VENV)/.torch pyproject.toml constraints.txt
 	@$(PIP_INSTALL) --no-build-isolation $(TORCH) --editable '.[$*]'
 	@touch $@
 
-# torch goes in first: left to the resolver among the others, another build of it with gigabytes of CUDA packages may be
-# chosen and fetched before the wheel that is already here is looked at. setuptools builds Undertow, in the environment
-# itself, because one made for the build would take 6 seconds.
+# torch goes in first and alone: left to the resolver among the others, another build of it with gigabytes of CUDA packages may be
+# chosen and fetched before the wheel that is already here is looked at. It requires setuptools, which builds
+# Undertow in the environment itself: to make another one for the build would take 6 seconds.
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Undertow needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
@@ -99,5 +99,5 @@ $(VENV)/.torch: constraints.txt
 		echo "Python cannot make virtual environments here. On Debian and Ubuntu: apt-get install python3-venv" >&2; \
 		exit 1; }
 	@echo "Installing $(TORCH) (large; the first time takes a minute or more) ..."
-	@$(PIP_INSTALL) $(TORCH) 'setuptools>=77'
+	@$(PIP_INSTALL) $(TORCH)
 	@touch $@

@@ -244,6 +244,7 @@ class Halves:
     block: int = 64
     largest: float = 65504.0
     coding_us_per_mb: float = 1.0
+    bucket_us: float = 0.0
 
     def num_bytes(self, numel: int) -> int:
         return 2 * numel

@@ -67,13 +67,17 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
 
 def headline(results: Sequence[WayDone]) -> str:
     """Returns the speeds of Undertow's variants over torch DDP's, as a sentence without its end."""
-    compared_us = next(done.step_us for done in results if done.way == TORCH_DDP)
+    compared_us = _compared_us(results)
     speeds = [
         f"{compared_us / done.step_us:.2f} times ({WAYS[done.way].removeprefix('Undertow, ')})"
         for done in results
         if done.way in OURS
     ]
     return f"Undertow trains {', '.join(speeds)} as fast as torch DDP"
+
+
+def _compared_us(results: Sequence[WayDone]) -> float:
+    return next(done.step_us for done in results if done.way == TORCH_DDP)
 
 
 def _sameness(settings: DemoSettings, results: Sequence[WayDone]) -> str:
@@ -164,7 +168,7 @@ def comparison_table(results: Sequence[WayDone], *, num_steps: int) -> Table:
         show_edge=False,
         padding=(0, 1, 0, 0),
     )
-    compared_us = next(done.step_us for done in results if done.way == TORCH_DDP)
+    compared_us = _compared_us(results)
     for done in sorted(results, key=lambda done: -done.step_us):
         overlap = done.overlap
         table.add_row(

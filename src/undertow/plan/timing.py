@@ -52,10 +52,9 @@ class StepModel:
     """Predicts the time of a step under any buckets and formats.
 
     Each bucket delays backward by `bucket_us` of processor time before it is sent; if any bucket is
-    in a format, by the format's too, which is simpler than to tell them apart. With shards, the
-    time is the period of steps without their update: the stall of the next forward, which waits for
-    gathers in the format `param_wire`, plus the longer of backward and reductions. Bytes are of
-    gradients, without padding and trailers.
+    in a format, by the format's too. With shards, the time is the period of steps without their
+    update: the stall of the next forward, which waits for gathers in the format `param_wire`, plus
+    the longer of backward and reductions. Bytes are of gradients, without padding and trailers.
     """
 
     params: Sequence[ParamSpec]
