@@ -18,7 +18,7 @@ from undertow.cost import Costs, Payload, payloads_us
 from undertow.errors import require
 from undertow.plan import Bucket, Plan, payload_of
 from undertow.plan.owners import totals_by_rank, update_work
-from undertow.plan.timing import in_equal_parts
+from undertow.plan.timing import format_us, in_equal_parts
 from undertow.profile import NUMBERS, Profile
 from undertow.schedule import (
     Op,
@@ -53,7 +53,8 @@ class Conditions:
             belong to the slowest rank.
         contention: Share of its speed that computation loses while the communication stream is
             busy; 0 to 0.99.
-        launch_us: Microseconds of computing time that a rank needs to launch one collective.
+        launch_us: Microseconds of computing time that a rank needs to launch one collective. On
+            processors one in a format needs `undertow.wire.Wire.bucket_us` more.
         copy_us_per_mb: Microseconds of computing time that a rank needs to copy a megabyte into a
             bucket.
 
@@ -348,10 +349,14 @@ class _Step:
     def _send(self, kind: OpKind, bucket: int) -> BucketRecord:
         launched_us = self._now_us
         ready_us = self._packed_us.get(bucket, launched_us)
-        self._clocks.compute(self._effects["launch_us"])
+        sent, launch_us = self._payloads[kind][bucket], self._effects["launch_us"]
+        # The times of a profile in the same format contain it.
+        if kind is self._reduction and sent.wire != self._profile.wire:
+            launch_us += format_us(self._plan.params, self._plan.buckets[bucket].params, sent.wire)
+        self._clocks.compute(launch_us)
         return BucketRecord(
             bucket=bucket,
-            num_bytes=self._payloads[kind][bucket].num_bytes,
+            num_bytes=sent.num_bytes,
             kind=kind,
             ready_us=ready_us,
             launched_us=launched_us,

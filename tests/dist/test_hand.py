@@ -250,7 +250,7 @@ REFUSED: list[tuple[Call, str]] = [
     *(
         (
             made(TENSOR, size=size),
-            f"a bucket size must be positive, got cap_bytes={size}.\n"
+            f"the size of a bucket must be positive, got {size}.\n"
             "  the largest sizes of buckets\n"
             "  Give a size above zero; math.inf puts everything into one bucket.",
         )

@@ -536,7 +536,6 @@ def test_switches_of_torchs_are_accepted() -> None:
     model = mlp()
     with wrapped_and_bare(model, bucket_cap_mb=1e-6) as (ddp, bare):
         ddp._set_static_graph()
-        ddp._set_ddp_sink_clone(False)
         for is_required in (False, True):  # of which no_sync() is the context
             ddp.require_backward_grad_sync = is_required
             assert (ddp.require_backward_grad_sync, ddp.sync.is_accumulating) == (is_required, not is_required)
@@ -544,18 +543,8 @@ def test_switches_of_torchs_are_accepted() -> None:
             assert (ddp.require_backward_grad_sync, ddp.is_accumulating) == (not is_required, is_required)
             ddp.is_accumulating = not is_required
         backward_alike(ddp, bare, MLP.loss, steps=[0])
-        assert ddp._get_ddp_logging_data() == {
-            "module_name": "Sequential",
-            "world_size": dist.get_world_size(),
-            "rank": dist.get_rank(),
-            "num_parameter_tensors": 4,
-            "bucket_sizes": "16, 128, 32, 192",
-            "broadcast_buffers": True,
-            "find_unused_parameters": False,
-            "gradient_as_bucket_view": False,
-            "can_set_static_graph": False,
-        }
-        ddp._remove_autograd_hooks()
+        assert ddp._get_ddp_logging_data() == {"can_set_static_graph": False}
+        ddp.close()
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
@@ -688,6 +677,9 @@ ARGUMENTS = {
     "twice": "settings are given twice: bucket_cap_mb, buffers by arguments of torch's, and config.\n"
     "  DistributedDataParallel(...)\n"
     "  Put bucket_cap_mb, buffers into config=SyncConfig(...).",
+    "unknown": "DistributedDataParallel has no argument wire, cap.\n"
+    "  DistributedDataParallel(...)\n"
+    "  Write settings of Undertow as config=SyncConfig(...). The other arguments have torch's names.",
     "ignore": "'3.weight' does not exist and cannot be ignored.\n  ignore, for a model of type Sequential\n"
     "  Did you mean '2.weight'?",
     "mesh": ONE_MESH,
@@ -735,6 +727,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         "buffer hook": lambda: DistributedDataParallel(mlp())._register_buffer_comm_hook(None, print),
         "other ranks": lambda: DistributedDataParallel(mlp())._update_process_group(dist.group.WORLD),
         "twice": lambda: DistributedDataParallel(mlp(), bucket_cap_mb=1, forward_sync_buffers=False, config=SyncConfig()),
+        "unknown": lambda: DistributedDataParallel(mlp(), wire="int8", cap=1),
         "ignore": lambda: attach(mlp(), config=SyncConfig(ignore=("3.weight",))),
         "mesh": lambda: attach(mlp(), device_mesh=mesh),
         "mesh and group": lambda: attach(mlp(), device_mesh=mesh["dp"], process_group=dist.group.WORLD),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -242,9 +243,20 @@ def test_a_bucket_in_a_format_takes_the_time_of_its_bytes_and_of_its_coding(wire
     plan = plan_from_groups(WIDE.params, [[1], [0]], num_ranks=2, wires=wires)
     record = simulate(WIDE, plan, DDP, NS, IDEAL)
     for row, bucket in zip(record.buckets, plan.buckets, strict=True):
-        coding_us = WIRES[bucket.wire].coding_us_per_mb * 4e-6 * bucket.narrow_numel if bucket.wire else 0.0
+        coding_us = 0.0
+        if bucket.wire:
+            coding_us = WIRES[bucket.wire].coding_us_per_mb * 4e-6 * bucket.narrow_numel + WIRES[bucket.wire].bucket_us
         assert row.num_bytes == bucket.wire_bytes
         assert row.done_us - row.launched_us == pytest.approx(1e-3 * bucket.wire_bytes + coding_us, abs=ROUNDING_US)
+
+
+def test_processor_time_of_a_format_delays_backward_unless_the_profile_has_it_or_a_stream_has_the_work() -> None:
+    launches_us = []
+    for device, known in (("cpu", None), ("cpu", "int8"), ("cuda", None)):
+        profile = replace(WIDE, params=tuple(replace(spec, device=device) for spec in WIDE.params), wire=known)
+        plan = plan_from_groups(profile.params, [[1], [0]], num_ranks=2, wires=("int8", "int8"))
+        launches_us.append(simulate(profile, plan, DDP, NS, IDEAL).buckets[-1].launched_us)
+    assert np.subtract(launches_us, launches_us[-1]).tolist() == [WIRES["int8"].bucket_us, 0, 0]
 
 
 def test_gathers_of_parameters_have_a_format_too() -> None:

@@ -1,7 +1,7 @@
 """The arguments of torch's DistributedDataParallel: checks, with torch's wording in errors."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,18 @@ _PRIVATE = {
     "closes the older one.",
 }
 Devices = Sequence[int | str | torch.device]
+
+
+def require_none(settings: Iterable[str]) -> None:
+    """Raises ConfigError for settings that are given as arguments, and for unknown arguments."""
+    names = ", ".join(settings)
+    require(
+        not names,
+        f"DistributedDataParallel has no argument {names}.",
+        where=_WHERE,
+        remedy="Write settings of Undertow as config=SyncConfig(...). The other arguments have "
+        "torch's names.",
+    )
 
 
 def check_devices(

@@ -97,8 +97,9 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     ```python
     from undertow import DistributedDataParallel as DDP
+    from undertow import SyncConfig
 
-    model = DDP(model)
+    model = DDP(model, config=SyncConfig(wire="int8"))
     ```
     """
 
@@ -134,7 +135,9 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         *,
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
+        **settings: Any,
     ) -> None:
+        arguments.require_none(settings)
         ignored = checked(module, ignore, config, caller="DistributedDataParallel")
         device_indices = arguments.check_devices(module, device_ids, output_device)
         if mixed_precision is not None:
@@ -361,25 +364,9 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         self.sync._synchronize_buffers(source=authoritative_rank)
 
-    def _remove_autograd_hooks(self) -> None:
-        self.sync.close()
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Accepts the call: outputs are never copied."""
-
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {
-            "module_name": type(self.module).__name__,
-            "world_size": self.sync.num_ranks,
-            "rank": self.sync.rank,
-            "num_parameter_tensors": len(self.plan.params),
-            "bucket_sizes": ", ".join(str(bucket.num_bytes) for bucket in self.plan.buckets),
-            "broadcast_buffers": self.forward_sync_buffers,
-            "find_unused_parameters": self.find_unused_parameters,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            # a trainer would advise setting it, and nothing depends on it
-            "can_set_static_graph": False,
-        }
+        # Lightning would advise setting it, and nothing depends on it.
+        return {"can_set_static_graph": False}
 
     @property
     def _are_buffers_due(self) -> bool:

@@ -60,8 +60,8 @@ def choose(
         model: The parameters, and the time of a step under any plan.
         order: Indices of the parameters in the order in which their gradients become ready.
         wire: The format of gradients, as in `SyncConfig`. "auto" chooses it for each bucket:
-            reductions end as early as if all were in int8, and the fewest bytes are, if that is 1 %
-            earlier than in full width.
+            int8 where reductions end later without it, if the plan is then 1 % earlier than the
+            best one in full width.
         groups: The buckets, if only their formats are to be chosen.
         max_bucket_bytes: Buckets of several parameters hold at most so many bytes. None: 25 MiB,
             or an eighth of all gradients if that is more.
@@ -73,20 +73,19 @@ def choose(
     if wire != AUTO:
         return _fastest(model, family, wire)
     wide = _fastest(model, family, None)
-    narrow = _fastest(model, family, AUTO_WIRE)
-    if narrow.best.finish_us > (1 - LEAST_GAIN) * wide.best.finish_us:
-        return wide
-    of_best = narrow.best.groups
-    best = replace(narrow.best, wires=model.wires_if_exposed(of_best, AUTO_WIRE))
-    candidates = tuple(best if each == narrow.best else each for each in narrow.candidates)
-    return Choice(best=best, candidates=candidates)
+    narrow = _fastest(model, family, AUTO)
+    is_worth = narrow.best.finish_us <= (1 - LEAST_GAIN) * wide.best.finish_us
+    return narrow if is_worth else wide
 
 
 def _fastest(model: StepModel, family: Iterable[tuple[float, Groups]], wire: str | None) -> Choice:
-    """Returns the choice among plans of one format."""
+    """Returns the choice among plans, each in the formats of a setting."""
     fastest: dict[int, Candidate] = {}  # by the number of buckets
     for last_share, groups in family:
-        wires = model.narrowed(groups, wire)
+        if wire == AUTO:
+            wires = model.wires_if_exposed(groups, AUTO_WIRE)
+        else:
+            wires = model.narrowed(groups, wire)
         time_us = model.finish_us(groups, wires)
         known = fastest.get(len(groups))
         if known is None or time_us < known.finish_us:

@@ -30,20 +30,13 @@ class SizeCaps:
     last_bytes: tuple[float, ...] = ()  # of the last bucket, the one before it, and so on
 
     def __post_init__(self) -> None:
-        sizes = {
-            "cap_bytes": (self.cap_bytes,),
-            "first_bytes": self.first_bytes,
-            "last_bytes": self.last_bytes,
-        }
-        for name, values in sizes.items():
-            # NaN is not above zero either
-            value = next((value for value in values if not value > 0), math.inf)
-            require(
-                value > 0,
-                f"a bucket size must be positive, got {name}={value}.",
-                where="the largest sizes of buckets",
-                remedy="Give a size above zero; math.inf puts everything into one bucket.",
-            )
+        sizes = (self.cap_bytes, *self.first_bytes, *self.last_bytes)
+        require(
+            all(size > 0 for size in sizes),  # NaN is not above zero either
+            f"the size of a bucket must be positive, got {', '.join(map(str, sizes))}.",
+            where="the largest sizes of buckets",
+            remedy="Give a size above zero; math.inf puts everything into one bucket.",
+        )
 
 
 def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:

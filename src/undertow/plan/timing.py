@@ -18,7 +18,7 @@ equal parts of its largest part's size.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,10 +51,10 @@ class StepTiming:
 class StepModel:
     """Predicts the time of a step under any buckets and formats.
 
-    Each bucket delays backward by `bucket_us` of processor time before it is sent; if any bucket is
-    in a format, by the format's too. With shards, the time is the period of steps without their
-    update: the stall of the next forward, which waits for gathers in the format `param_wire`, plus
-    the longer of backward and reductions. Bytes are of gradients, without padding and trailers.
+    Each bucket delays backward by `bucket_us` of processor time before it is sent, and by
+    `format_us`. With shards, the time is the period of steps without their update: the stall of the
+    next forward, which waits for gathers in the format `param_wire`, plus the longer of backward
+    and reductions. Bytes are of gradients, without padding and trailers.
     """
 
     params: Sequence[ParamSpec]
@@ -93,33 +93,42 @@ class StepModel:
         return max(0.0, _through_us(used_us, gathers_us)) + finish_us
 
     def wires_if_exposed(self, groups: Groups, wire: str) -> Wires:
-        """Returns `wire` for as few bytes as possible, and None for the other buckets.
+        """Returns `wire` for the buckets that need it, and None for the others.
 
-        The last reduction ends as early as if all buckets were in `wire`.
+        The last reduction ends as early as if all buckets were in `wire`, or earlier, and later if
+        one more were in full width.
         """
+        if not groups:
+            return ()
         wires = list(self.narrowed(groups, wire))
-        starts_us = np.array(self._starts_us(groups, wires))
         times_us = self._reductions_us(groups, wires)
         longer_us = self._reductions_us(groups, (None,) * len(groups)) - times_us
+        formats_us = self._formats_us(groups, wires)
         # The last reduction ends at the latest sum of a start and all times from there on.
-        ends_us = starts_us + times_us[::-1].cumsum()[::-1]
-        spare_us = ends_us.max() * (1 + _ROUNDING) - ends_us
-        sizes = [payload_of(self.params, group).num_bytes for group in groups]
-        for bucket in sorted(range(len(groups)), key=lambda bucket: -sizes[bucket]):
-            if longer_us[bucket] <= spare_us[: bucket + 1].min():
-                spare_us[: bucket + 1] -= longer_us[bucket]
+        ends_us = self._starts_us(groups, wires) + times_us[::-1].cumsum()[::-1]
+        # The first buckets first: full width for a later one makes none of them fit.
+        for bucket in range(len(groups)):
+            in_full_us = ends_us.copy()
+            in_full_us[: bucket + 1] += longer_us[bucket]
+            in_full_us[bucket:] -= formats_us[bucket]
+            if in_full_us.max() <= ends_us.max() * (1 + _ROUNDING):
+                ends_us = in_full_us
                 wires[bucket] = None
         return tuple(wires)
 
-    def _starts_us(self, groups: Groups, wires: Sequence[str | None]) -> list[float]:
+    def _starts_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
         """Returns the earliest start of each bucket."""
-        of_formats = (WIRES[wire].bucket_us for wire in wires if wire is not None)
-        bucket_us = self.bucket_us + max(of_formats, default=0.0)
         ready_us = [
             max((self.timing.ready_us[param] for param in group), default=0.0) for group in groups
         ]
         ready_us[-1] = max(ready_us[-1], self.timing.backward_end_us)
-        return [time_us + number * bucket_us for number, time_us in enumerate(ready_us, 1)]
+        host_us = self.bucket_us + self._formats_us(groups, wires)
+        return np.array(ready_us) + host_us.cumsum()
+
+    def _formats_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
+        return np.array(
+            [format_us(self.params, group, wire) for group, wire in zip(groups, wires, strict=True)]
+        )
 
     def _reductions_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
         payloads = list(map(self._payload, groups, wires))
@@ -142,6 +151,12 @@ def payload_of(
     )
 
 
+def format_us(params: Sequence[ParamSpec], group: Sequence[int], wire: str | None) -> float:
+    """Returns the processor time of a bucket in a format beyond its bytes; 0 on accelerators, where
+    another stream has it."""
+    return WIRES[wire].bucket_us if wire and params[group[0]].device == "cpu" else 0.0
+
+
 def in_equal_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
     """Returns the payload in equal parts that takes as long as the largest part of the bucket."""
     factor = largest_over_mean(plan.params, bucket.params, bucket.owners, num_ranks=plan.num_shards)
@@ -154,7 +169,7 @@ def _stretched(payload: Payload, factor: float) -> Payload:
     return replace(payload, num_bytes=math.ceil(payload.num_bytes * factor))
 
 
-def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:
+def _through_us(starts_us: Iterable[float], times_us: Floats) -> float:
     through_us = -math.inf
     for start_us, time_us in zip(starts_us, times_us.tolist(), strict=True):
         through_us = max(through_us, start_us) + time_us

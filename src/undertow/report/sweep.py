@@ -24,8 +24,11 @@ RATES_GBIT = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _LATENCY_OF = "1gbit"  # without a link
 _TITLE_GBIT = 1.0
 # The formats by name, each with its color, as in the timeline.
-_FORMATS = {"full width": (None, "#0072b2"), "bfloat16": ("bfloat16", "#e69f00")}
-_FORMATS |= {"int8": ("int8", "#d55e00")}
+_FORMATS = {
+    "full width": (None, "#0072b2"),
+    "bfloat16": ("bfloat16", "#e69f00"),
+    "int8": ("int8", "#d55e00"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +89,11 @@ def swept(what_if: WhatIf) -> Sweep:
 
 def sweep_table(sweep: Sweep) -> Table:
     """Returns one row per rate, in milliseconds."""
-    columns = {"gbit": ("link, Gb/s", "g")}
-    columns |= {name: (f"{name}, ms", ".1f") for name in _FORMATS}
-    columns |= {"alone": ("computation, ms", ".1f")}
+    columns = {
+        "gbit": ("link, Gb/s", "g"),
+        **{name: (f"{name}, ms", ".1f") for name in _FORMATS},
+        "alone": ("computation, ms", ".1f"),
+    }
     rows = ({"gbit": link.gbit, "alone": sweep.compute_ms, **link.step_ms} for link in sweep.links)
     return table_of(columns, rows)
 

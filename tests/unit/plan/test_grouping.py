@@ -181,19 +181,14 @@ def test_a_pinned_plan_keeps_its_groups_on_any_number_of_ranks(num_ranks: int) -
     [
         *(
             pytest.param(
-                lambda caps=caps, value=value: SizeCaps(**caps(value)),
-                f"a bucket size must be positive, got {which.split()[-1]}={value}.\n"
+                lambda sizes=sizes: SizeCaps(cap_bytes=sizes[0], first_bytes=sizes[1:3], last_bytes=sizes[3:]),
+                f"the size of a bucket must be positive, got {', '.join(map(str, sizes))}.\n"
                 "  the largest sizes of buckets\n"
                 "  Give a size above zero; math.inf puts everything into one bucket.",
-                id=f"{which} is {value}",
+                id=str(sizes),
             )
             for value in (0, -1, math.nan)
-            for which, caps in {
-                "cap_bytes": lambda value: {"cap_bytes": value},
-                "first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (value,)},
-                "second of first_bytes": lambda value: {"cap_bytes": 1, "first_bytes": (1, value)},
-                "last_bytes": lambda value: {"cap_bytes": 1, "last_bytes": (1, value)},
-            }.items()
+            for sizes in ((value,), (1, value), (1, 1, value), (1, 1, 1, value))
         ),
         *(
             pytest.param(
