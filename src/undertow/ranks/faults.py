@@ -46,7 +46,7 @@ class Fault:
         """Returns a new error each time: raising one twice would accumulate both tracebacks."""
         return self.kind(
             self.what,
-            where="\n  ".join(part for part in (where, self.told) if part),
+            where="\n  ".join(filter(None, (where, self.told))),
             remedy=self.remedy,
         )
 
@@ -100,7 +100,8 @@ class Activity:
         frames = frames_of(self.thread)
         doing = activity(frames, self._names())
         if not has_begun:
-            doing += f", no training forward {f'since synchronization {step}' if step else 'yet'}"
+            since = f"since synchronization {step}" if step else "yet"
+            doing += f", no training forward {since} (a rank without data calls finish())"
         return Answer("", 0.0, "\n    ".join((head + doing, *stack_lines(frames))))
 
     def _names(self) -> dict[int, str]:
@@ -157,8 +158,10 @@ def stalled(text: str) -> Fault:
         "expected."
     )
     if "every rank must call" in text:
-        remedy = "Move the call out of `if rank == 0`; to save on one rank, every rank calls "
-        remedy += "consolidate_state_dict() before."
+        remedy = (
+            "Move the call out of `if rank == 0`; to save on one rank, every rank calls "
+            "consolidate_state_dict() before."
+        )
     return Fault(StallTimeout, first, remedy, told=rest.strip())
 
 

@@ -68,7 +68,7 @@ def _lines(explained: Explanation) -> Iterator[str]:
             yield f"  {line}"
     times = {
         "measured before the decision": explained.measured_ms,
-        "predicted": explained.predicted_ms,
+        "predicted for this plan": explained.predicted_ms,
     }
     known = [f"{name} {time_ms:.2f}" for name, time_ms in times.items() if time_ms is not None]
     if known:
@@ -200,7 +200,7 @@ def _curve_text(profile: Profile, kind: str) -> str:
 def _decision_text(decision: Decision) -> str:
     return _TEXTS[decision.outcome].format(
         buckets=_num_buckets_text(len(decision.groups or ())) + _formats_text(decision.wires),
-        numbers=f"predicted {decision.present_us * _MS:.2f} ms, the best plan "
+        numbers=f"predicted: the plan before {decision.present_us * _MS:.2f} ms, the best "
         f"{decision.predicted_us * _MS:.2f} ms",
     )
 
