@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost import Costs, Payload, payloads_us
+from undertow.cost.formats import host_us
 from undertow.errors import require
 from undertow.plan import Bucket, Plan, payload_of
 from undertow.plan.owners import totals_by_rank, update_work
-from undertow.plan.timing import format_us, in_equal_parts
+from undertow.plan.timing import in_equal_parts
 from undertow.profile import NUMBERS, Profile
 from undertow.schedule import (
     Op,
@@ -154,7 +155,12 @@ def simulate(
 
 
 def _gradients(bucket: Bucket) -> Payload:
-    return Payload(num_bytes=bucket.wire_bytes, wire=bucket.wire, num_encoded=bucket.narrow_numel)
+    return Payload(
+        num_bytes=bucket.wire_bytes,
+        wire=bucket.wire,
+        num_encoded=bucket.narrow_numel,
+        is_host=bucket.device == "cpu",
+    )
 
 
 def _parameters(bucket: Bucket, plan: Plan, wire: str | None) -> Payload:
@@ -352,7 +358,7 @@ class _Step:
         sent, launch_us = self._payloads[kind][bucket], self._effects["launch_us"]
         # The times of a profile in the same format contain it.
         if kind is self._reduction and sent.wire != self._profile.wire:
-            launch_us += format_us(self._plan.params, self._plan.buckets[bucket].params, sent.wire)
+            launch_us += host_us(sent)
         self._clocks.compute(launch_us)
         return BucketRecord(
             bucket=bucket,

@@ -253,6 +253,7 @@ def test_every_call_of_all_ranks_ends_with_the_rank_that_does_not_make_it() -> N
             f"rank R has waited N s for {waits_for}: rank 1 has not come.",
             "  synchronization 1, rank 0",
             f"  rank 0: synchronization 1, waits for {waits_for}",
-            "  rank 1: synchronization 1, in code outside of the model, no training forward since synchronization 1 (a rank without data calls finish())",
+            "  rank 1: synchronization 1, in code outside of the model, no training forward since synchronization 1 "
+            "(a rank without data calls finish())",
             REMEDY,
         ], first.log

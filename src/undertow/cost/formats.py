@@ -18,19 +18,26 @@ class Payload:
     num_bytes: int  # as they travel
     wire: str | None = None
     num_encoded: int = 0  # elements in the format; the others travel in full width
+    is_host: bool = True  # processors encode and decode it; what a stream takes is not counted
 
 
 def payloads_us(costs: Costs, kind: str, payloads: Sequence[Payload]) -> Floats:
     """Returns the microseconds of one collective for each payload.
 
-    To the costs of its bytes it adds the time to encode, add and decode, unless the costs were
-    measured in the same format and contain it. Half of an all-reduce takes half of that time.
+    To the costs of its bytes it adds the time of processors to encode, add and decode, unless the
+    costs were measured in the same format and contain it. Half of an all-reduce takes half of that
+    time.
     """
     contained = costs.wires.get(kind) if isinstance(costs, MeasuredCosts) else None
     share = 1.0 if kind == "all_reduce" else 0.5
     coding_us = np.zeros(len(payloads))
     for index, payload in enumerate(payloads):
-        if payload.wire is not None and payload.wire != contained:
+        if payload.wire is not None and payload.is_host and payload.wire != contained:
             per_element_us = WIRES[payload.wire].coding_us_per_mb * _FP32_MB
             coding_us[index] = share * per_element_us * payload.num_encoded
     return costs.collective_us(kind, [payload.num_bytes for payload in payloads]) + coding_us
+
+
+def host_us(payload: Payload) -> float:
+    """Returns the microseconds of a processor for a bucket in a format, beyond its bytes."""
+    return WIRES[payload.wire].bucket_us if payload.wire and payload.is_host else 0.0

@@ -8,8 +8,9 @@ of all plans, and 2.7 % at worst, over 930 cases (docs/planning.md).
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from undertow.plan.grouping import by_last_ready
 from undertow.plan.layout import Groups, Kind, ParamSpec, Wires
@@ -70,22 +71,22 @@ def choose(
         The plan and the table that it was chosen from.
     """
     family = [(1.0, groups)] if groups else [*_family(model.params, order, max_bucket_bytes)]
-    if wire != AUTO:
-        return _fastest(model, family, wire)
-    wide = _fastest(model, family, None)
-    narrow = _fastest(model, family, AUTO)
-    is_worth = narrow.best.finish_us <= (1 - LEAST_GAIN) * wide.best.finish_us
-    return narrow if is_worth else wide
+    if wire != AUTO or not model.params:
+        return _fastest(model, family, partial(model.narrowed, wire=wire))
+    wide = _fastest(model, family, partial(model.narrowed, wire=None))
+    narrow = _fastest(model, family, partial(model.wires_if_exposed, wire=AUTO_WIRE))
+    return narrow if narrow.best.finish_us <= (1 - LEAST_GAIN) * wide.best.finish_us else wide
 
 
-def _fastest(model: StepModel, family: Iterable[tuple[float, Groups]], wire: str | None) -> Choice:
-    """Returns the choice among plans, each in the formats of a setting."""
+def _fastest(
+    model: StepModel,
+    family: Iterable[tuple[float, Groups]],
+    wires_of: Callable[[Groups], Wires],
+) -> Choice:
+    """Returns the choice among plans in the formats that `wires_of` gives them."""
     fastest: dict[int, Candidate] = {}  # by the number of buckets
     for last_share, groups in family:
-        if wire == AUTO:
-            wires = model.wires_if_exposed(groups, AUTO_WIRE)
-        else:
-            wires = model.narrowed(groups, wire)
+        wires = wires_of(groups)
         time_us = model.finish_us(groups, wires)
         known = fastest.get(len(groups))
         if known is None or time_us < known.finish_us:

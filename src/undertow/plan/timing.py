@@ -25,10 +25,11 @@ import numpy as np
 
 from undertow.cost import Costs, Payload, payloads_us
 from undertow.cost.costs import Floats
+from undertow.cost.formats import host_us
 from undertow.plan.layout import Groups, ParamSpec, Wires
 from undertow.plan.owners import largest_over_mean
 from undertow.plan.plan import Bucket, Plan
-from undertow.wire import WIRES, wire_for
+from undertow.wire import wire_for
 
 _ROUNDING = 1e-9  # of a sum of times
 
@@ -51,8 +52,8 @@ class StepTiming:
 class StepModel:
     """Predicts the time of a step under any buckets and formats.
 
-    Each bucket delays backward by `bucket_us` of processor time before it is sent, and by
-    `format_us`. With shards, the time is the period of steps without their update: the stall of the
+    Each bucket delays backward by `bucket_us` of processor time before it is sent, and by its
+    format's. With shards, the time is the period of steps without their update: the stall of the
     next forward, which waits for gathers in the format `param_wire`, plus the longer of backward
     and reductions. Bytes are of gradients, without padding and trailers.
     """
@@ -98,8 +99,6 @@ class StepModel:
         The last reduction ends as early as if all buckets were in `wire`, or earlier, and later if
         one more were in full width.
         """
-        if not groups:
-            return ()
         wires = list(self.narrowed(groups, wire))
         times_us = self._reductions_us(groups, wires)
         longer_us = self._reductions_us(groups, (None,) * len(groups)) - times_us
@@ -122,13 +121,13 @@ class StepModel:
             max((self.timing.ready_us[param] for param in group), default=0.0) for group in groups
         ]
         ready_us[-1] = max(ready_us[-1], self.timing.backward_end_us)
-        host_us = self.bucket_us + self._formats_us(groups, wires)
-        return np.array(ready_us) + host_us.cumsum()
+        delays_us = self.bucket_us + self._formats_us(groups, wires)
+        starts_us: Floats = delays_us.cumsum() + ready_us
+        return starts_us
 
     def _formats_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
-        return np.array(
-            [format_us(self.params, group, wire) for group, wire in zip(groups, wires, strict=True)]
-        )
+        """Returns the processor time of each bucket's format."""
+        return np.array(list(map(host_us, map(self._payload, groups, wires))))
 
     def _reductions_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
         payloads = list(map(self._payload, groups, wires))
@@ -148,13 +147,8 @@ def payload_of(
         num_bytes=sum(params[param].sent_bytes(wire) for param in group),
         wire=wire,
         num_encoded=sum(params[param].encoded_numel(wire) for param in group),
+        is_host=all(params[param].device == "cpu" for param in group),
     )
-
-
-def format_us(params: Sequence[ParamSpec], group: Sequence[int], wire: str | None) -> float:
-    """Returns the processor time of a bucket in a format beyond its bytes; 0 on accelerators, where
-    another stream has it."""
-    return WIRES[wire].bucket_us if wire and params[group[0]].device == "cpu" else 0.0
 
 
 def in_equal_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:

@@ -208,15 +208,16 @@ class WhatIf:
         """
         profile = self.profile
         if any(spec.is_whole for spec in profile.params):
-            first = plan_in_order(
-                profile.params,
-                profile.order,
-                SyncConfig(),
-                num_ranks=self.num_ranks,
-                num_shards=self._num_shards,
-                has_shards=True,
+            return self.in_formats(
+                plan_in_order(
+                    profile.params,
+                    profile.order,
+                    SyncConfig(),
+                    num_ranks=self.num_ranks,
+                    num_shards=self._num_shards,
+                    has_shards=True,
+                ).groups
             )
-            return self.in_formats(first.groups)
         best = self.choice.best
         return self._plan(best.groups, best.wires)
 

@@ -286,5 +286,6 @@ def test_gathers_have_a_format_of_their_own() -> None:
 @pytest.mark.parametrize(("has_shards", "finish"), [(False, 6.0), (True, 8.0)], ids=["whole", "gathered as well"])
 def test_without_parameters_one_empty_bucket_leaves_at_the_end_of_backward(has_shards: bool, finish: float) -> None:
     timed = StepTiming(ready_us=(), backward_end_us=4.0)
-    found = choose(StepModel(params=[], timing=timed, costs=line(2, 1), has_shards=has_shards), [])
-    assert (found.best.groups, found.best.finish_us) == ((), finish)
+    for wire in (None, "int8", "auto"):
+        found = choose(StepModel(params=[], timing=timed, costs=line(2, 1), has_shards=has_shards), [], wire=wire)
+        assert (found.best.groups, found.best.finish_us) == ((), finish)

@@ -372,7 +372,8 @@ def test_shards_need_reductions_and_gathers() -> None:
         (Outcome.INCOMPLETE, "the steps are measured again: some were not complete, or the plan has changed"),
         (
             Outcome.TOO_LARGE,
-            "kept (predicted: the plan before 9.20 ms, the best 7.40 ms: for a move every rank would hold all of the optimizer's state)",
+            "kept (predicted: the plan before 9.20 ms, the best 7.40 ms: for a move every rank would hold all of the optimizer's "
+            "state)",
         ),
     ],
 )
