@@ -356,8 +356,7 @@ class _Step:
         launched_us = self._now_us
         ready_us = self._packed_us.get(bucket, launched_us)
         sent, launch_us = self._payloads[kind][bucket], self._effects["launch_us"]
-        # The times of a profile in the same format contain it.
-        if kind is self._reduction and sent.wire != self._profile.wire:
+        if kind is self._reduction:
             launch_us += host_us(sent)
         self._clocks.compute(launch_us)
         return BucketRecord(
@@ -406,8 +405,9 @@ def _without_packing(profile: Profile) -> Profile:
     for bucket in measured.buckets[:-1]:
         last_us = max(profile.ready_us[param] for param in bucket.params)
         full_us.append(max(full_us[-1], last_us))
+        launch_us = profile.launch_us + host_us(_gradients(bucket))
         packing_us.append(
-            packing_us[-1] + profile.launch_us + profile.copy_us_per_mb * bucket.num_bytes / 1e6
+            packing_us[-1] + launch_us + profile.copy_us_per_mb * bucket.num_bytes / 1e6
         )
 
     def without(time_us: float) -> float:

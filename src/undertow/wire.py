@@ -48,7 +48,7 @@ class Wire(Protocol):
     @property
     def bucket_us(self) -> float:
         """Microseconds of one core for a bucket on the host, whatever its size: its operators and
-        messages, beyond those in full width. Planning counts them.
+        messages, beyond those in full width. Plans and simulations count them.
         """
 
     def num_bytes(self, numel: int) -> int:

@@ -271,9 +271,9 @@ def run_and_read(settings: DemoSettings) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("num_ranks", "strategy", "outer", "verdict"),
     [
-        (1, "ddp", None, "; gradients, parameters and loss are equal, and with int8 the loss is within 0.01%."),
-        (2, "zero1", 3, "; gradients, parameters and loss are equal, and with int8 the loss is within "),
-        (3, "zero2", None, "; gradients and loss agree, and with int8 the loss is within "),
+        (1, "zero2", None, "; gradients, parameters and loss are equal, and with int8 the loss is within 0.01%."),
+        (2, "ddp", None, "; gradients, parameters and loss are equal, and with int8 the loss is within "),
+        (3, "zero1", 3, "; gradients and loss agree, and with int8 the loss is within "),
     ],
 )
 def test_all_ways_agree_and_the_picture_is_there(
@@ -288,7 +288,7 @@ def test_all_ways_agree_and_the_picture_is_there(
     assert {path.name for path in tmp_path.iterdir()} == {"demo.png", "demo-dark.png", *profiles}
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith((" yes", " close", " own"))]
     assert (len(rows), len({row[-2] for row in rows if row[-1] == "yes"})) == (len(settings.ways), 1)  # and one loss
-    if num_ranks > 1:
+    if num_ranks > 1 and strategy != "ddp":
         (sharded,) = (row for row in rows if row[:2] == ["Undertow,", f"ZeRO-{strategy[-1]}"])
         assert int(sharded[-3]) > 0  # the messages that this rank has received
 

@@ -677,7 +677,7 @@ ARGUMENTS = {
     "twice": "settings are given twice: bucket_cap_mb, buffers by arguments of torch's, and config.\n"
     "  DistributedDataParallel(...)\n"
     "  Put bucket_cap_mb, buffers into config=SyncConfig(...).",
-    "unknown": "DistributedDataParallel has no argument wire, cap.\n"
+    "unknown": "DistributedDataParallel has no argument 'wire'.\n"
     "  DistributedDataParallel(...)\n"
     "  Write settings of Undertow as config=SyncConfig(...). The other arguments have torch's names.",
     "ignore": "'3.weight' does not exist and cannot be ignored.\n  ignore, for a model of type Sequential\n"
@@ -727,7 +727,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         "buffer hook": lambda: DistributedDataParallel(mlp())._register_buffer_comm_hook(None, print),
         "other ranks": lambda: DistributedDataParallel(mlp())._update_process_group(dist.group.WORLD),
         "twice": lambda: DistributedDataParallel(mlp(), bucket_cap_mb=1, forward_sync_buffers=False, config=SyncConfig()),
-        "unknown": lambda: DistributedDataParallel(mlp(), wire="int8", cap=1),
+        "unknown": lambda: DistributedDataParallel(mlp(), wire="int8", cap=1),  # type: ignore[arg-type]
         "ignore": lambda: attach(mlp(), config=SyncConfig(ignore=("3.weight",))),
         "mesh": lambda: attach(mlp(), device_mesh=mesh),
         "mesh and group": lambda: attach(mlp(), device_mesh=mesh["dp"], process_group=dist.group.WORLD),

@@ -40,14 +40,14 @@ NEVER_CAME = (
 )
 WARNS: dict[str, Any] = {"stall_warning_s": 0.2, "stall_timeout_s": math.inf, "buffers": "off"}
 STOPS: dict[str, Any] = {**WARNS, "stall_timeout_s": 1.0}
-OUTSIDE = "in code outside of the model, no training forward since synchronization 3 (a rank without data calls finish())"
+OUTSIDE = "in code outside of the model, no training forward since synchronization 3 (if its data has ended: finish())"
 # What the others wait for, and what the late rank does.
 LATE: dict[str, tuple[Place, str, str]] = {
     "in data": (PLACES["in data"], FIRST, OUTSIDE),
     "in evaluation": (
         Place("forward", "an evaluation"),
         FIRST,
-        "in the forward of 'norm', no training forward since synchronization 3 (a rank without data calls finish())",
+        "in the forward of 'norm', no training forward since synchronization 3 (if its data has ended: finish())",
     ),
     "in forward": (PLACES["in forward"], FIRST, "in the forward of 'norm'"),
     "in backward": (PLACES["in backward"], FIFTH, "in backward"),
@@ -254,6 +254,6 @@ def test_every_call_of_all_ranks_ends_with_the_rank_that_does_not_make_it() -> N
             "  synchronization 1, rank 0",
             f"  rank 0: synchronization 1, waits for {waits_for}",
             "  rank 1: synchronization 1, in code outside of the model, no training forward since synchronization 1 "
-            "(a rank without data calls finish())",
+            "(if its data has ended: finish())",
             REMEDY,
         ], first.log

@@ -201,7 +201,10 @@ model = DistributedDataParallel(torch.nn.Linear(2, 2))
 for _ in range(3):
     model(torch.ones(1, 2)).sum().backward()
 """
-UNEXPECTED = "DistributedDataParallel.__init__() got an unexpected keyword argument 'find_unused'"
+UNEXPECTED = (
+    "DistributedDataParallel has no argument 'find_unused'.\n  DistributedDataParallel(...)\n"
+    "  Write settings of Undertow as config=SyncConfig(...). The other arguments have torch's names."
+)
 
 
 @pytest.mark.slow

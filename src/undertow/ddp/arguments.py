@@ -28,10 +28,10 @@ Devices = Sequence[int | str | torch.device]
 
 def require_none(settings: Iterable[str]) -> None:
     """Raises ConfigError for settings that are given as arguments, and for unknown arguments."""
-    names = ", ".join(settings)
+    name = next(iter(settings), None)
     require(
-        not names,
-        f"DistributedDataParallel has no argument {names}.",
+        name is None,
+        f"DistributedDataParallel has no argument {name!r}.",
         where=_WHERE,
         remedy="Write settings of Undertow as config=SyncConfig(...). The other arguments have "
         "torch's names.",

@@ -5,7 +5,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Never, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -135,7 +135,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         *,
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
-        **settings: Any,
+        **settings: Never,
     ) -> None:
         arguments.require_none(settings)
         ignored = checked(module, ignore, config, caller="DistributedDataParallel")

@@ -61,7 +61,7 @@ def choose(
         model: The parameters, and the time of a step under any plan.
         order: Indices of the parameters in the order in which their gradients become ready.
         wire: The format of gradients, as in `SyncConfig`. "auto" chooses it for each bucket:
-            int8 where reductions end later without it, if the plan is then 1 % earlier than the
+            int8 if reductions end later without it, and if the plan is then 1 % earlier than the
             best one in full width.
         groups: The buckets, if only their formats are to be chosen.
         max_bucket_bytes: Buckets of several parameters hold at most so many bytes. None: 25 MiB,

@@ -105,8 +105,9 @@ class StepModel:
         formats_us = self._formats_us(groups, wires)
         # The last reduction ends at the latest sum of a start and all times from there on.
         ends_us = self._starts_us(groups, wires) + times_us[::-1].cumsum()[::-1]
-        # The first buckets first: full width for a later one makes none of them fit.
-        for bucket in range(len(groups)):
+        # First the buckets that full width makes shorter, then the first ones of the others: full
+        # width for a later one makes none of them fit.
+        for bucket in sorted(range(len(groups)), key=lambda bucket: longer_us[bucket] > 0):
             in_full_us = ends_us.copy()
             in_full_us[: bucket + 1] += longer_us[bucket]
             in_full_us[bucket:] -= formats_us[bucket]

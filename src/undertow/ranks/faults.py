@@ -101,7 +101,7 @@ class Activity:
         doing = activity(frames, self._names())
         if not has_begun:
             since = f"since synchronization {step}" if step else "yet"
-            doing += f", no training forward {since} (a rank without data calls finish())"
+            doing += f", no training forward {since} (if its data has ended: finish())"
         return Answer("", 0.0, "\n    ".join((head + doing, *stack_lines(frames))))
 
     def _names(self) -> dict[int, str]:

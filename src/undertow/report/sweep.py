@@ -52,8 +52,8 @@ class Sweep:
         """Compares the formats over one link in a line."""
         (step_ms,) = (link.step_ms for link in self.links if link.gbit == _TITLE_GBIT)
         times = [f"{name} {time_ms:.0f}" for name, time_ms in step_ms.items()]
-        alone = f"computation {self.compute_ms:.0f}"
-        return f"A step over {_TITLE_GBIT:g} Gb/s, in ms: {', '.join((*times, alone))}"
+        times.append(f"computation {self.compute_ms:.0f}")
+        return f"A step over {_TITLE_GBIT:g} Gb/s, in ms: {', '.join(times)}"
 
 
 def swept(what_if: WhatIf) -> Sweep:
@@ -68,8 +68,7 @@ def swept(what_if: WhatIf) -> Sweep:
         where="undertow simulate --sweep bandwidth",
         remedy="Give --ranks 2 or more.",
     )
-    hop_us = link_from_text(what_if.link or _LATENCY_OF).hop_s * 1e6
-    latency = f"{hop_us:g}us"
+    latency = f"{link_from_text(what_if.link or _LATENCY_OF).hop_s * 1e6:g}us"
     links = []
     for rate in RATES_GBIT:
         step_ms = {}

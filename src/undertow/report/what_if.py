@@ -123,11 +123,14 @@ class WhatIf:
         formats = SyncConfig(
             wire=_format(wire, profile.wire), param_wire=_format(param_wire, gathered)
         )
+        num_ranks = num_ranks or profile.num_ranks
+        if num_ranks == 1:  # nothing is sent
+            formats = SyncConfig()
         return cls(
             optimizer=optimizer,
             profile=profile,
             strategy=chosen,
-            num_ranks=num_ranks or profile.num_ranks,
+            num_ranks=num_ranks,
             wire=formats.wire,
             param_wire=formats.param_wire,
             link=link,
@@ -302,9 +305,7 @@ class WhatIf:
 
 def _format(asked: str | None, of_profile: str | None) -> str | None:
     """Returns the format that is asked for, by default the profile's."""
-    if asked is None:
-        return of_profile
-    return None if asked == "none" else asked
+    return {None: of_profile, "none": None}.get(asked, asked)
 
 
 def _with_hidden_matrices_whole(profile: Profile) -> Profile:

@@ -182,11 +182,10 @@ def _num_buckets_text(num_buckets: int) -> str:
 def _formats_text(wires: Wires) -> str:
     """Returns ", all in int8" or ", 3 of them in int8"; empty in full width."""
     numbers = Counter(filter(None, wires))
-    parts = [
-        f"{'all' if number == len(wires) else f'{number} of them'} in {wire}"
+    return "".join(
+        f", {'all' if number == len(wires) else f'{number} of them'} in {wire}"
         for wire, number in numbers.items()
-    ]
-    return "".join(f", {part}" for part in parts)
+    )
 
 
 def _curve_text(profile: Profile, kind: str) -> str:
@@ -200,7 +199,7 @@ def _curve_text(profile: Profile, kind: str) -> str:
 def _decision_text(decision: Decision) -> str:
     return _TEXTS[decision.outcome].format(
         buckets=_num_buckets_text(len(decision.groups or ())) + _formats_text(decision.wires),
-        numbers=f"predicted: the plan before {decision.present_us * _MS:.2f} ms, the best "
+        numbers=f"predicted: the plan so far {decision.present_us * _MS:.2f} ms, the best "
         f"{decision.predicted_us * _MS:.2f} ms",
     )
 

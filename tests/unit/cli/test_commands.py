@@ -286,6 +286,12 @@ def test_the_example_is_what_its_arithmetic_says() -> None:
     ]
 
 
+def test_a_single_rank_encodes_nothing() -> None:
+    formats = [{"wire": wire, "param_wire": wire} for wire in ("none", "int8")]
+    full, narrow = (WhatIf.of(SMALL, num_ranks=1, link="1gbit", strategy="zero1", **each).steps() for each in formats)
+    assert [step.step_us for step in narrow] == [step.step_us for step in full]
+
+
 def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
     costs = what_if(link="1gbit", per_node=8, node_link="80gbit,1us").costs
     assert costs.collective_us("all_reduce", 1e6) == pytest.approx(

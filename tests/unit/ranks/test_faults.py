@@ -154,8 +154,8 @@ def test_what_is_no_answer_is_refused(broken: dict[str, object]) -> None:
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
     idle = [faults.Activity(steps=partial(tuple, (number, False))) for number in (118, 0)]
     assert [here.answer(1).text.splitlines()[0].rpartition(", ")[2] for here in idle] == [
-        "no training forward since synchronization 118 (a rank without data calls finish())",
-        "no training forward yet (a rank without data calls finish())",
+        "no training forward since synchronization 118 (if its data has ended: finish())",
+        "no training forward yet (if its data has ended: finish())",
     ]
 
 

@@ -318,7 +318,7 @@ def test_the_format_of_each_bucket_is_told(wires: tuple[str | None, ...], told: 
     it = explained(plan, None, decision=decision)
     assert (it.wires, told in str(it)) == (wires, True)
     moved = "all in int8" if None not in wires else "1 of them in int8"
-    assert it.decision == f"moved to 2 buckets, {moved} (predicted: the plan before 9.20 ms, the best 7.40 ms)"
+    assert it.decision == f"moved to 2 buckets, {moved} (predicted: the plan so far 9.20 ms, the best 7.40 ms)"
 
 
 def test_auto_keeps_full_width_if_processors_are_the_bottleneck() -> None:
@@ -367,12 +367,12 @@ def test_shards_need_reductions_and_gathers() -> None:
     [
         (Outcome.UNKNOWN, "kept: buckets of one size do not show what other sizes cost"),
         (Outcome.FROZEN, "kept: torch.use_deterministic_algorithms is on, and another plan rounds differently"),
-        (Outcome.KEEP, "kept (predicted: the plan before 9.20 ms, the best 7.40 ms: too little to gain)"),
-        (Outcome.MOVE, "moved to 2 buckets (predicted: the plan before 9.20 ms, the best 7.40 ms)"),
+        (Outcome.KEEP, "kept (predicted: the plan so far 9.20 ms, the best 7.40 ms: too little to gain)"),
+        (Outcome.MOVE, "moved to 2 buckets (predicted: the plan so far 9.20 ms, the best 7.40 ms)"),
         (Outcome.INCOMPLETE, "the steps are measured again: some were not complete, or the plan has changed"),
         (
             Outcome.TOO_LARGE,
-            "kept (predicted: the plan before 9.20 ms, the best 7.40 ms: for a move every rank would hold all of the optimizer's "
+            "kept (predicted: the plan so far 9.20 ms, the best 7.40 ms: for a move every rank would hold all of the optimizer's "
             "state)",
         ),
     ],
@@ -389,7 +389,7 @@ def test_every_decision_is_told_with_its_reason(outcome: Outcome, text: str) -> 
             {"measured_us": 8123.0, "decision": MOVE},
             "The plan: 2 buckets of 2.00, 2.00 MB, ddp, 2 ranks\n"
             f"  {WHY}\n"
-            "  moved to 2 buckets (predicted: the plan before 9.20 ms, the best 7.40 ms)\n"
+            "  moved to 2 buckets (predicted: the plan so far 9.20 ms, the best 7.40 ms)\n"
             "  bound by the network: packing and copying add 0.50 ms to a step, the network 1.00 ms\n"
             "Until gradients are synchronized, ms since the step began: "
             "measured before the decision 8.12, predicted for this plan 8.20\n"
