@@ -374,8 +374,7 @@ class GradientSync:
             state: The first argument of the hook.
             hook: It returns a future of the reduced buffer. `bucket` has the methods of
                 torch.distributed.GradBucket, so torch's own hooks run unchanged. Its gradients are
-                not
-                divided: the hook computes the mean.
+                not divided: the hook computes the mean.
 
         Raises:
             PhaseError: Inside a backward or on a second call.
