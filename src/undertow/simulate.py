@@ -355,10 +355,9 @@ class _Step:
     def _send(self, kind: OpKind, bucket: int) -> BucketRecord:
         launched_us = self._now_us
         ready_us = self._packed_us.get(bucket, launched_us)
-        sent, launch_us = self._payloads[kind][bucket], self._effects["launch_us"]
-        if kind is self._reduction:
-            launch_us += host_us(sent)
-        self._clocks.compute(launch_us)
+        sent = self._payloads[kind][bucket]
+        format_us = host_us(sent) if kind is self._reduction else 0.0
+        self._clocks.compute(self._effects["launch_us"] + format_us)
         return BucketRecord(
             bucket=bucket,
             num_bytes=sent.num_bytes,

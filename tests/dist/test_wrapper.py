@@ -544,7 +544,7 @@ def test_switches_of_torchs_are_accepted() -> None:
             ddp.is_accumulating = not is_required
         backward_alike(ddp, bare, MLP.loss, steps=[0])
         assert ddp._get_ddp_logging_data() == {"can_set_static_graph": False}
-        ddp.close()
+        ddp._remove_autograd_hooks()
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 

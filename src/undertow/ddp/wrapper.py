@@ -263,6 +263,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         """
         self.sync.close()
 
+    _remove_autograd_hooks = close  # torch's name
+
     @property
     def require_backward_grad_sync(self) -> bool:
         """True if a backward synchronizes; evaluated when it runs."""
