@@ -15,7 +15,6 @@ from benchmarks.matrix.links import NAMESPACES, PREFIX, remove_abandoned
 from support.project import ROOT
 
 pytestmark, PATIENCE_S = pytest.mark.slow, 120.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -47,7 +46,6 @@ def stopped(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("number", "name", "options"),
     [
-        (signal.SIGINT, "test_with_a_rank_that_is_stopped", ()),
         (signal.SIGKILL, "test_with_a_rank_that_is_stopped", ()),
         (signal.SIGINT, "test_with_ranks_of_a_pool", ("-n", "1")),
     ],
@@ -65,7 +63,7 @@ def test_interrupted_tests_leave_no_process(number: signal.Signals, name: str, o
     assert number is not signal.SIGINT or tests.returncode == pytest.ExitCode.INTERRUPTED
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.root
 @pytest.mark.usefixtures("needs_namespaces")
 def test_interrupted_tests_leave_no_namespace(number: signal.Signals) -> None:

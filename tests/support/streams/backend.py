@@ -153,7 +153,7 @@ class StreamGroup(dist.ProcessGroup):
         with checker.quiet():
             checker.record().wait(self.stream)
             payload = max([*inputs, *outputs], key=lambda it: it.nbytes, default=torch.empty(0))
-            place = "{}:{} {}".format(*shown(stack())[0])
+            place = "{}:{} {}".format(*shown(stack(), most=1)[0])
             num_bytes = 0 if kind == "all_to_all" else payload.nbytes  # of which ranks may have uneven parts
             checker.launches.append(Launch(self.key, self.ranks, kind, num_bytes, str(payload.dtype), place))
             access = checker.launch(kind, inputs, outputs, stream=self.stream)

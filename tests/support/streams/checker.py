@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -200,12 +201,12 @@ class Checker:
                 segment.reads[stream] = access
 
     def find(self, what: str, earlier: Access, later: str, frames: Frames) -> None:
-        where = shown(earlier.frames)[0], shown(frames)[0]
+        where = shown(earlier.frames, most=1)[0], shown(frames, most=1)[0]
         self.findings.setdefault((what, where), f"{what}\n    first: {earlier}\n    then: {later}")
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator of torch's, and books it."""
-        aliases = {each.name: each.alias_info for each in op._schema.arguments}
+        aliases = _aliases(op)
         values = dict(zip(aliases, args, strict=False)) | kwargs
         used = [(name, each, self.memory_of(each)) for name, value in values.items() for each in tensors_in(value)]
         place = values.get("device")
@@ -291,9 +292,20 @@ class _Operators(TorchDispatchMode):
             return self.checker.run(op, args, kwargs)
 
 
+@functools.cache
+def _aliases(op: Any) -> dict[str, Any]:
+    """What each argument of an operator shares with its result."""
+    return {each.name: each.alias_info for each in op._schema.arguments}
+
+
+@functools.cache
+def _reads_a_value(op: Any) -> bool:
+    return any(tag in op.tags for tag in _READS_A_VALUE)
+
+
 def _waits(op: Any, args: tuple[Any, ...]) -> bool:
     """True if the host needs values of the device for the result."""
-    if not any(tag in op.tags for tag in _READS_A_VALUE):
+    if not _reads_a_value(op):
         return False
     if op._schema.name.rpartition("::")[2] in _BY_INDEX:
         return any(each.dtype in (torch.bool, torch.uint8) for each in tensors_in(args[1]))

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-_DEPTH, _SHOWN = 60, 9  # frames of a stack
+_DEPTH, _SHOWN = 40, 9  # frames of a stack
 Frames = list[tuple[CodeType, int]]
 Clock = dict["Stream", int]  # a number of operators for each stream
 
@@ -117,18 +117,22 @@ def stack() -> Frames:
     frames: Frames = []
     frame = sys._getframe(2)
     while frame is not None and len(frames) < _DEPTH:
-        frames.append((frame.f_code, frame.f_lineno))
+        frames.append((frame.f_code, frame.f_lasti))  # its line takes longer to find, and few are shown
         frame = frame.f_back  # type: ignore[assignment]
     return frames
 
 
-def shown(frames: Frames) -> list[tuple[str, int, str]]:
-    """Neither torch nor the checker itself."""
+def shown(frames: Frames, *, most: int = _SHOWN) -> list[tuple[str, int, str]]:
+    """The innermost ones, neither of torch nor of the checker itself."""
     own = str(Path(__file__).parent)
     hidden = (own, "/torch/", "<")
-    lines = [(code.co_filename, line, code.co_qualname) for code, line in frames]
-    return [it for it in lines if not any(each in it[0] for each in hidden)] or lines
+    seen = [it for it in frames if not any(each in it[0].co_filename for each in hidden)] or frames
+    return [(code.co_filename, _line(code, at), code.co_qualname) for code, at in seen[:most]]
+
+
+def _line(code: CodeType, at: int) -> int:
+    return next((line or 0 for start, stop, line in code.co_lines() if start <= at < stop), 0)
 
 
 def text_of(frames: Frames) -> str:
-    return "\n".join(f"      {file}:{line} {name}" for file, line, name in shown(frames)[:_SHOWN])
+    return "\n".join(f"      {file}:{line} {name}" for file, line, name in shown(frames))
