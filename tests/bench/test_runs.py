@@ -75,7 +75,7 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
 
 
 def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure) -> None:
-    for row in measure("bare", "ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True)).values():
+    for row in measure("ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True)).values():
         assert (row["error"], min(row["import_ms"], row["first_step_ms"]) > 0) == (None, True)
         assert 100 < row["peak_rss_mb"] < 2_000  # torch alone is some 200 MB
 
