@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost import Costs, Payload, payloads_us
-from undertow.cost.formats import host_us
 from undertow.errors import require
 from undertow.plan import Bucket, Plan, payload_of
 from undertow.plan.owners import totals_by_rank, update_work
@@ -144,7 +143,7 @@ def simulate(
         where=f"the plan has {len(plan.params)} parameters, the profile {len(profile.params)}",
         remedy="Make the plan from the parameters of this profile.",
     )
-    payloads = {strategy.reduction: [_gradients(bucket) for bucket in plan.buckets]}
+    payloads = {strategy.reduction: [_gradients(bucket, plan) for bucket in plan.buckets]}
     if strategy.gather is not None:
         payloads[strategy.gather] = [
             _parameters(bucket, plan, param_wire) for bucket in plan.buckets
@@ -154,13 +153,9 @@ def simulate(
     return _Step(profile, plan, strategy, costs, conditions, payloads).run()
 
 
-def _gradients(bucket: Bucket) -> Payload:
-    return Payload(
-        num_bytes=bucket.wire_bytes,
-        wire=bucket.wire,
-        num_encoded=bucket.narrow_numel,
-        is_host=bucket.device == "cpu",
-    )
+def _gradients(bucket: Bucket, plan: Plan) -> Payload:
+    planned = payload_of(plan.params, bucket.params, bucket.wire)
+    return replace(planned, num_bytes=bucket.wire_bytes)  # with trailer and padding
 
 
 def _parameters(bucket: Bucket, plan: Plan, wire: str | None) -> Payload:
@@ -356,7 +351,7 @@ class _Step:
         launched_us = self._now_us
         ready_us = self._packed_us.get(bucket, launched_us)
         sent = self._payloads[kind][bucket]
-        format_us = host_us(sent) if kind is self._reduction else 0.0
+        format_us = sent.host_us if kind is self._reduction else 0.0
         self._clocks.compute(self._effects["launch_us"] + format_us)
         return BucketRecord(
             bucket=bucket,
@@ -404,7 +399,7 @@ def _without_packing(profile: Profile) -> Profile:
     for bucket in measured.buckets[:-1]:
         last_us = max(profile.ready_us[param] for param in bucket.params)
         full_us.append(max(full_us[-1], last_us))
-        launch_us = profile.launch_us + host_us(_gradients(bucket))
+        launch_us = profile.launch_us + _gradients(bucket, measured).host_us
         packing_us.append(
             packing_us[-1] + launch_us + profile.copy_us_per_mb * bucket.num_bytes / 1e6
         )

@@ -20,6 +20,11 @@ class Payload:
     num_encoded: int = 0  # elements in the format; the others travel in full width
     is_host: bool = True  # processors encode and decode it; what a stream takes is not counted
 
+    @property
+    def host_us(self) -> float:
+        """Microseconds of a processor for its format, beyond those for its bytes."""
+        return WIRES[self.wire].bucket_us if self.wire and self.is_host else 0.0
+
 
 def payloads_us(costs: Costs, kind: str, payloads: Sequence[Payload]) -> Floats:
     """Returns the microseconds of one collective for each payload.
@@ -36,8 +41,3 @@ def payloads_us(costs: Costs, kind: str, payloads: Sequence[Payload]) -> Floats:
             per_element_us = WIRES[payload.wire].coding_us_per_mb * _FP32_MB
             coding_us[index] = share * per_element_us * payload.num_encoded
     return costs.collective_us(kind, [payload.num_bytes for payload in payloads]) + coding_us
-
-
-def host_us(payload: Payload) -> float:
-    """Returns the microseconds of a processor for a bucket in a format, beyond its bytes."""
-    return WIRES[payload.wire].bucket_us if payload.wire and payload.is_host else 0.0

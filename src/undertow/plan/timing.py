@@ -18,14 +18,13 @@ equal parts of its largest part's size.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from undertow.cost import Costs, Payload, payloads_us
 from undertow.cost.costs import Floats
-from undertow.cost.formats import host_us
 from undertow.plan.layout import Groups, ParamSpec, Wires
 from undertow.plan.owners import largest_over_mean
 from undertow.plan.plan import Bucket, Plan
@@ -82,14 +81,15 @@ class StepModel:
         """
         groups = groups or ((),)  # one empty bucket is sent
         wires = wires or (None,) * len(groups)
-        starts_us = self._starts_us(groups, wires)
-        finish_us = _through_us(starts_us, self._reductions_us(groups, wires))
+        payloads = self._payloads(groups, wires)
+        starts_us = self._starts_us(groups, payloads).tolist()
+        finish_us = _through_us(starts_us, self._reductions_us(payloads))
         if not self.has_shards:
             return finish_us
         used_us = [
             -min((self.timing.used_us[param] for param in group), default=0.0) for group in groups
         ]
-        gathers = [self._payload(group, self.param_wire) for group in groups]
+        gathers = self._payloads(groups, (self.param_wire,) * len(groups))
         gathers_us = payloads_us(self.costs, "all_gather", gathers)
         return max(0.0, _through_us(used_us, gathers_us)) + finish_us
 
@@ -100,44 +100,42 @@ class StepModel:
         one more were in full width.
         """
         wires = list(self.narrowed(groups, wire))
-        times_us = self._reductions_us(groups, wires)
-        longer_us = self._reductions_us(groups, (None,) * len(groups)) - times_us
-        formats_us = self._formats_us(groups, wires)
+        payloads = self._payloads(groups, wires)
+        times_us = self._reductions_us(payloads)
+        in_full = self._payloads(groups, (None,) * len(groups))
+        longer_us = self._reductions_us(in_full) - times_us
         # The last reduction ends at the latest sum of a start and all times from there on.
-        ends_us = self._starts_us(groups, wires) + times_us[::-1].cumsum()[::-1]
+        ends_us = self._starts_us(groups, payloads) + times_us[::-1].cumsum()[::-1]
         # First the buckets that full width makes shorter, then the first ones of the others: full
         # width for a later one makes none of them fit.
         for bucket in sorted(range(len(groups)), key=lambda bucket: longer_us[bucket] > 0):
             in_full_us = ends_us.copy()
             in_full_us[: bucket + 1] += longer_us[bucket]
-            in_full_us[bucket:] -= formats_us[bucket]
+            in_full_us[bucket:] -= payloads[bucket].host_us
             if in_full_us.max() <= ends_us.max() * (1 + _ROUNDING):
                 ends_us = in_full_us
                 wires[bucket] = None
         return tuple(wires)
 
-    def _starts_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
+    def _starts_us(self, groups: Groups, payloads: Sequence[Payload]) -> Floats:
         """Returns the earliest start of each bucket."""
         ready_us = [
             max((self.timing.ready_us[param] for param in group), default=0.0) for group in groups
         ]
         ready_us[-1] = max(ready_us[-1], self.timing.backward_end_us)
-        delays_us = self.bucket_us + self._formats_us(groups, wires)
-        starts_us: Floats = delays_us.cumsum() + ready_us
-        return starts_us
+        delays_us = [self.bucket_us + payload.host_us for payload in payloads]
+        return np.cumsum(delays_us) + ready_us
 
-    def _formats_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
-        """Returns the processor time of each bucket's format."""
-        return np.array(list(map(host_us, map(self._payload, groups, wires))))
-
-    def _reductions_us(self, groups: Groups, wires: Sequence[str | None]) -> Floats:
-        payloads = list(map(self._payload, groups, wires))
+    def _reductions_us(self, payloads: Sequence[Payload]) -> Floats:
         kind = "reduce_scatter" if self.has_shards else "all_reduce"
         return payloads_us(self.costs, kind, payloads)
 
-    def _payload(self, group: Sequence[int], wire: str | None) -> Payload:
-        factor = largest_over_mean(self.params, group, num_ranks=self.num_shards)
-        return _stretched(payload_of(self.params, group, wire), factor)
+    def _payloads(self, groups: Groups, wires: Sequence[str | None]) -> list[Payload]:
+        payloads = []
+        for group, wire in zip(groups, wires, strict=True):
+            factor = largest_over_mean(self.params, group, num_ranks=self.num_shards)
+            payloads.append(_stretched(payload_of(self.params, group, wire), factor))
+        return payloads
 
 
 def payload_of(
@@ -159,12 +157,10 @@ def in_equal_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
 
 
 def _stretched(payload: Payload, factor: float) -> Payload:
-    if factor == 1:
-        return payload
     return replace(payload, num_bytes=math.ceil(payload.num_bytes * factor))
 
 
-def _through_us(starts_us: Iterable[float], times_us: Floats) -> float:
+def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:
     through_us = -math.inf
     for start_us, time_us in zip(starts_us, times_us.tolist(), strict=True):
         through_us = max(through_us, start_us) + time_us

@@ -211,16 +211,15 @@ class WhatIf:
         """
         profile = self.profile
         if any(spec.is_whole for spec in profile.params):
-            return self.in_formats(
-                plan_in_order(
-                    profile.params,
-                    profile.order,
-                    SyncConfig(),
-                    num_ranks=self.num_ranks,
-                    num_shards=self._num_shards,
-                    has_shards=True,
-                ).groups
+            first = plan_in_order(
+                profile.params,
+                profile.order,
+                SyncConfig(),
+                num_ranks=self.num_ranks,
+                num_shards=self._num_shards,
+                has_shards=True,
             )
+            return self.in_formats(first.groups)
         best = self.choice.best
         return self._plan(best.groups, best.wires)
 
@@ -305,7 +304,9 @@ class WhatIf:
 
 def _format(asked: str | None, of_profile: str | None) -> str | None:
     """Returns the format that is asked for, by default the profile's."""
-    return {None: of_profile, "none": None}.get(asked, asked)
+    if asked is None:
+        return of_profile
+    return None if asked == "none" else asked
 
 
 def _with_hidden_matrices_whole(profile: Profile) -> Profile:
