@@ -16,7 +16,7 @@ def row(*turns_ms: float, runs: tuple[int, ...] = (0,)) -> dict[str, Any]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("num_turns", [LEAST_TURNS, 20])
+@pytest.mark.parametrize("num_turns", [LEAST_TURNS, 8, 20])
 @pytest.mark.parametrize("other_run", [0, 1], ids=["in turn", "in runs that do not differ"])
 def test_most_intervals_contain_the_true_ratio(num_turns: int, other_run: int) -> None:
     generator, true, num_worlds = np.random.default_rng(1), 1.05, 300

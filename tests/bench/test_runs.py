@@ -75,7 +75,7 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
 
 
 def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure) -> None:
-    for row in measure("ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True)).values():
+    for row in measure("bare", "ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True)).values():
         assert (row["error"], min(row["import_ms"], row["first_step_ms"]) > 0) == (None, True)
         assert 100 < row["peak_rss_mb"] < 2_000  # torch alone is some 200 MB
 
@@ -83,8 +83,8 @@ def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure)
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_models_that_compute_train_right(name: str, measure: Measure) -> None:
-    rows = measure("bare", "ours-untuned", kind="emulated", link="none", name=name)
-    assert [row["error"] for row in rows.values()] == [None] * 2
+    rows = measure("bare", "ours-untuned", "torch-ddp", kind="emulated", link="none", name=name)
+    assert [row["error"] for row in rows.values()] == [None] * 3
 
 
 @pytest.mark.parametrize("environment", peers())

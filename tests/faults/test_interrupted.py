@@ -15,6 +15,7 @@ from benchmarks.matrix.links import NAMESPACES, PREFIX, remove_abandoned
 from support.project import ROOT
 
 pytestmark, PATIENCE_S = pytest.mark.slow, 120.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -46,6 +47,7 @@ def stopped(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("number", "name", "options"),
     [
+        (signal.SIGINT, "test_with_a_rank_that_is_stopped", ()),
         (signal.SIGKILL, "test_with_a_rank_that_is_stopped", ()),
         (signal.SIGINT, "test_with_ranks_of_a_pool", ("-n", "1")),
     ],
@@ -63,7 +65,7 @@ def test_interrupted_tests_leave_no_process(number: signal.Signals, name: str, o
     assert number is not signal.SIGINT or tests.returncode == pytest.ExitCode.INTERRUPTED
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.root
 @pytest.mark.usefixtures("needs_namespaces")
 def test_interrupted_tests_leave_no_namespace(number: signal.Signals) -> None:
