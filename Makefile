@@ -31,7 +31,6 @@ test: $(READY)test ## Run most behaviors once (4 minutes); make test ARGS="tests
 test-all: $(READY)test $(READY)integrations ## Run everything, torch's own tests of its class too (16 to 20 minutes)
 	$(PYTEST) -n 3 --dist worksteal --thorough --no-unexpected-skips -m "not alone"
 	$(PYTEST) --thorough --no-unexpected-skips -m alone $$(grep -rl --include="test_*.py" mark.alone tests)
-	$(MAKE) test-torch
 
 test-torch: $(READY)test ## Run torch's own tests of its class with ours in its place, and compare with what is recorded
 	PYTHONPATH=tests $(BIN)/python -m torch_suite $(ARGS)

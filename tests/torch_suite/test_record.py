@@ -1,4 +1,7 @@
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -38,3 +41,11 @@ def test_the_readme_gives_the_recorded_numbers() -> None:
     results = [each.result for each in record.read().values()]
     num_passed, num_run = results.count("pass"), len(results) - results.count(record.LEFT_OUT)
     assert re.search(rf"\b{num_passed} of the {num_run}\b", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchs_own_tests_have_the_recorded_results() -> None:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run([sys.executable, "-m", "torch_suite"], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
