@@ -6,15 +6,18 @@ everything (docs/design/exchanges.md).
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # planning and simulating use the sizes alone, without torch
     from torch import Tensor
 
-_CHUNK_NUMEL = 2**19  # encoded at once, so that the values between two operators stay in the cache
+# Encoded at once: on the host, the values between two operators stay in a core's cache; on a device,
+# operators are few.
+_HOST_NUMEL, _DEVICE_NUMEL = 2**17, 2**23
 _LARGEST_CODE = 127
 _LARGEST_FP32 = 3.4028234663852886e38
 _LEAST_SCALE = 2.0**-126  # the inverse of a smaller one would overflow
@@ -99,9 +102,9 @@ class Cast:
             into.copy_(values)
             return
         # An add of two dtypes takes twice as long as a cast and an add in the cache.
-        for start in range(0, into.numel(), _CHUNK_NUMEL):
-            chunk = into[start : start + _CHUNK_NUMEL]
-            chunk.add_(_scratch(chunk).copy_(values[start : start + _CHUNK_NUMEL]))
+        for chunk in _chunks(into):
+            part = into[chunk]
+            part.add_(_scratch(part).copy_(values[chunk]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +112,8 @@ class BlockInt8:
     """Eight bits for an element, and an fp32 scale for each block: `scale = max|x| / 127`.
 
     Codes are rounded to the nearest integer, half to even: an element is off by at most half its
-    scale. If a block has NaN or Inf, its scale and every decoded value are NaN. A block of zeros
-    has scale 0.
+    scale. If a block has NaN or Inf, its scale and every decoded value are NaN. Zeros arrive as
+    zeros.
     """
 
     block: int = 512
@@ -124,17 +127,13 @@ class BlockInt8:
     def encode(self, values: Tensor, message: Tensor) -> None:
         blocks = values.view(-1, self.block)
         codes, scales = self._views(message, len(blocks))
-        step = _CHUNK_NUMEL // self.block
-        for start in range(0, len(blocks), step):
-            chunk = slice(start, start + step)
+        for chunk in _chunks(blocks):
             _encode_blocks(blocks[chunk], codes[chunk], scales[chunk])
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:
         blocks = into.view(-1, self.block)
         codes, scales = self._views(message, len(blocks))
-        step = _CHUNK_NUMEL // self.block
-        for start in range(0, len(blocks), step):
-            chunk = slice(start, start + step)
+        for chunk in _chunks(blocks):
             _decode_blocks(codes[chunk], scales[chunk], blocks[chunk], adds=adds)
 
     def _views(self, message: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
@@ -155,14 +154,12 @@ def _encode_blocks(blocks: Tensor, codes: Tensor, scales: Tensor) -> None:
     wide = _scratch(blocks)
     torch.abs(blocks, out=wide) if blocks.dtype == wide.dtype else wide.copy_(blocks).abs_()
     largest = wide.amax(1, keepdim=True)
-    torch.div(largest, _LARGEST_CODE, out=scales)
-    inverse = scales.clamp(min=_LEAST_SCALE).reciprocal_()
-    scales.clamp_(min=_LEAST_SCALE).masked_fill_(largest == 0, 0.0)
-    torch.mul(blocks, inverse, out=wide)
+    torch.div(largest, _LARGEST_CODE, out=scales).clamp_(min=_LEAST_SCALE)
+    torch.mul(blocks, scales.reciprocal(), out=wide)
     wide.round_()
     # The cast of NaN is not defined on every device. With NaN instead of an infinite scale,
     # every code is decoded as NaN, and the host need not read a scale.
-    scales.add_(largest.mul_(0.0))
+    scales.add_(largest, alpha=0.0)
     codes.copy_(wide)
 
 
@@ -175,6 +172,12 @@ def _decode_blocks(codes: Tensor, scales: Tensor, into: Tensor, *, adds: bool) -
         into.add_(wide)
     elif wide is not into:
         into.copy_(wide)
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    numel = _HOST_NUMEL if rows.device.type == "cpu" else _DEVICE_NUMEL
+    step = numel // math.prod(rows.shape[1:])
+    return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 _scratches = threading.local()
