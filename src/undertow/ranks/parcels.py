@@ -111,11 +111,12 @@ class Encoded:
             self._encode(part, index, message)
 
     def _encode(self, part: Tensor, index: int, message: Tensor) -> None:
-        narrow, wide = self._views(message, index)
         num_narrow = self._num_narrow(index)
+        num_bytes = self.wire.num_bytes(num_narrow)
         if num_narrow:
-            self.wire.encode(part[:num_narrow], narrow)
-        wide.copy_(part[num_narrow:])
+            self.wire.encode(part[:num_narrow], message[:num_bytes])
+        if num_narrow < len(part):
+            self._in_full_width(message, num_bytes).copy_(part[num_narrow:])
 
     def add_up(
         self,
@@ -155,24 +156,22 @@ class Encoded:
             self.codings.append((kind, start_s, time.perf_counter()))
 
     def _decode(self, message: Tensor, index: int, into: Tensor, *, adds: bool) -> None:
-        narrow, wide = self._views(message, index)
         num_narrow = self._num_narrow(index)
+        num_bytes = self.wire.num_bytes(num_narrow)
         if num_narrow:
-            self.wire.decode(narrow, into[:num_narrow], adds=adds)
-        if adds:
-            into[num_narrow:].add_(wide)
-        else:
-            into[num_narrow:].copy_(wide)
+            self.wire.decode(message[:num_bytes], into[:num_narrow], adds=adds)
+        if num_narrow < len(into):
+            wide = self._in_full_width(message, num_bytes)
+            rest = into[num_narrow:]
+            rest.add_(wide) if adds else rest.copy_(wide)
 
     def _num_narrow(self, index: int) -> int:
         part = self.parts[index]
         return min(max(self.narrow_numel - part.start, 0), len(part))
 
-    def _views(self, message: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Returns the encoded values and the values in full width of a part's message."""
-        num_bytes = self.wire.num_bytes(self._num_narrow(index))
-        wide = message[round_up(num_bytes, ALIGN_BYTES) :].view(self.dtype)
-        return message[:num_bytes], wide
+    def _in_full_width(self, message: Tensor, num_bytes: int) -> Tensor:
+        """Returns the values in full width of a message, which follow `num_bytes` encoded ones."""
+        return message[round_up(num_bytes, ALIGN_BYTES) :].view(self.dtype)
 
 
 Parcel: TypeAlias = FullWidth | Encoded
