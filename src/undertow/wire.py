@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:  # planning and simulating use the sizes alone, without torch
     from torch import Tensor
 
-# Encoded at once: on the host, the values between two operators stay in a core's cache; on a device,
+# Encoded at once: on the host the values between two operators stay in a core's cache, on a device
 # operators are few.
 _HOST_NUMEL, _DEVICE_NUMEL = 2**17, 2**23
 _LARGEST_CODE = 127
