@@ -402,15 +402,6 @@ def test_formats_keep_ranks_equal(wire: str) -> None:
 
 
 @in_ranks(2)
-def test_the_gathers_of_one_optimizer_go_on_while_the_other_steps() -> None:
-    with wrapped(layers(), strategy="zero1") as model:
-        first, second = two_optimizers(model, Lamb)
-        sharded_steps(model, [first, second], range(2))
-        buckets = {bucket.stepper for bucket in model.plan.buckets}
-        assert buckets == {0, 1}
-
-
-@in_ranks(2)
 def test_a_parameter_that_is_frozen_for_a_while_moves_owners_and_keeps_its_state() -> None:
     bare = layers()
     with wrapped(copy.deepcopy(bare), strategy="zero1", reduction="ordered") as model:
