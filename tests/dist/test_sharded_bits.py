@@ -55,12 +55,11 @@ def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(settings: dict
 
 
 # How many ranks there are changes nothing of an optimizer; with three, shards end within parameters.
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(3)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS.keys() - {"fused AdamW"}))
 def test_every_elementwise_optimizer_has_the_bits_of_the_plain_one(optimizer: str) -> None:
-    for case in (MLP, TIED):
-        require_bits(case, optimizer, plans=[{"bucket_cap_mb": 2e-4}])
+    require_bits(TIED, optimizer, plans=[{"bucket_cap_mb": 2e-4}])
 
 
 @pytest.mark.slow
