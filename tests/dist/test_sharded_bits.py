@@ -11,6 +11,7 @@ from torch import nn
 
 from support.inside import over_collectives
 from support.models import CASES, Case, noise
+from support.one_process import ranks_of
 from support.programs import Program, run
 from support.ranks import in_ranks
 from support.scripted import all_in_one, one_each, scripted
@@ -231,10 +232,10 @@ EXAMPLES = {
 MESHES = examples("hybrid")
 
 
+# In one process a read that comes too early reads NaN. A mesh of processes runs all of them too.
 @pytest.mark.parametrize("name", EXAMPLES)
-@in_ranks(2)
 def test_steps_in_shards_have_the_results_of_the_reference(name: str) -> None:
-    run(EXAMPLES[name])
+    ranks_of(2, lambda _: run(EXAMPLES[name]))
 
 
 # A third rank is neither the first nor the last, and sums of three have an order.
