@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 
-from support.alike import backward_alike, backwards, require_equal_values
+from support.alike import backwards, require_equal_values
 from support.errors import text_of
 from support.models import Branches, mlp, noise
-from support.naive import require_same, wrapped, wrapped_and_bare
+from support.naive import require_same, wrapped
 from support.ranks import in_ranks
 from support.sharded import (
     MLP,
@@ -248,12 +248,6 @@ def test_join_can_throw_on_all_ranks_when_one_has_run_out() -> None:
     told = pytest.raises(RuntimeError, match=r"^Rank 0 exhausted all inputs\.$" if dist.get_rank() == 0 else others)
     with wrapped(mlp()) as ddp, told, ddp.join(throw_on_early_termination=True):
         backwards(ddp, MLP.loss, range(1 + dist.get_rank()))
-
-
-@in_ranks(2, 3, timeout_s=20.0)
-def test_join_can_be_switched_off() -> None:
-    with wrapped_and_bare(mlp()) as (ddp, bare), ddp.join(enable=False):
-        backward_alike(ddp, bare, MLP.loss)
 
 
 NOT_WITH_SHARDS = (

@@ -210,9 +210,8 @@ def test_the_gpt_learns_to_repeat(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_branches_are_used_as_each_rank_likes(num_ranks: int, tmp_path: Path) -> None:
-    text = output_of("branches.py", tmp_path, num_ranks=num_ranks)
+def test_branches_are_used_as_each_rank_likes(tmp_path: Path) -> None:
+    text = output_of("branches.py", tmp_path, num_ranks=3)
     first, last = losses_in(text, 12)
     assert last < 0.2 * first
     unused = [set(names.split(", ")) for names in re.findall(r"unused here: (.*)$", text, re.MULTILINE)]
@@ -220,16 +219,13 @@ def test_branches_are_used_as_each_rank_likes(num_ranks: int, tmp_path: Path) ->
     assert len(unused) == 12
     assert all(len(each) in (2, 4, 6) and each <= names for each in unused)  # a branch is used as a whole
     # In every tenth step one rank has nothing to do, each in its turn.
-    assert [step for step in range(10, 70, 10) if unused[step // 5 - 1] == names] == list(
-        range(10 * num_ranks, 70, 10 * num_ranks)
-    )
+    assert [step for step in range(10, 70, 10) if unused[step // 5 - 1] == names] == [30, 60]
     assert "Where a step goes" in text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_bucketing_example_sends_less_often_and_gets_the_same(num_ranks: int, tmp_path: Path) -> None:
-    lines = output_of("demo_bucketing.py", tmp_path, num_ranks=num_ranks).splitlines()
+def test_the_bucketing_example_sends_less_often_and_gets_the_same(tmp_path: Path) -> None:
+    lines = output_of("demo_bucketing.py", tmp_path, num_ranks=2).splitlines()
     one_by_one, in_buckets = (int(line.split()[-2]) for line in lines[1:3])
     assert in_buckets < one_by_one == 48
     assert lines[-1] == "gradients equal: yes"

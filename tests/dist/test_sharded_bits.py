@@ -11,6 +11,7 @@ from torch import nn
 
 from support.inside import over_collectives
 from support.models import CASES, Case, noise
+from support.one_process import ranks_of
 from support.programs import Program, run
 from support.ranks import in_ranks
 from support.scripted import all_in_one, one_each, scripted
@@ -35,7 +36,6 @@ PLANS: list[dict[str, Any]] = [
     {"bucket_cap_mb": 1e-3, "order": "reverse"},
     {"bucket_cap_mb": (1e-4, 1e-3)},
     {"bucket_cap_mb": 5e-4},
-    {"bucket_cap_mb": None},
     {},
 ]
 
@@ -55,12 +55,12 @@ def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(settings: dict
     require_equal(expected, trained(MLP, num_steps=8, **settings, **ORDERED))
 
 
-@pytest.mark.slow
-@in_ranks(2, 3, 4)
+# How many ranks there are changes nothing of an optimizer; with three, shards end within parameters.
+@pytest.mark.deep
+@in_ranks(3)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS.keys() - {"fused AdamW"}))
 def test_every_elementwise_optimizer_has_the_bits_of_the_plain_one(optimizer: str) -> None:
-    for case in (MLP, TIED):
-        require_bits(case, optimizer, plans=[{"bucket_cap_mb": 2e-4}])
+    require_bits(TIED, optimizer, plans=[{"bucket_cap_mb": 2e-4}])
 
 
 @pytest.mark.slow
@@ -72,9 +72,9 @@ def test_sixteen_bit_parameters_are_alike_under_every_plan(dtype: torch.dtype) -
     expected = trained(case, **first, **settings)
     assert {param.dtype for param in expected.values()} == {dtype}
     for way in ways():
-        for plan in PLANS[:-1]:
+        for plan in PLANS:
             require_equal(expected, trained(case, **way, **settings, **plan), what=f"{way} {plan}")
-    for plan in PLANS[:-1]:  # by SGD, because Adam's epsilon is zero in fp16
+    for plan in PLANS:  # by SGD, because Adam's epsilon is zero in fp16
         require_equal(reference(case, "ddp", "SGD", **settings), trained(case, "ddp", "SGD", **settings, **plan), what=str(plan))
 
 
@@ -101,15 +101,6 @@ def test_master_weights_remember_what_sixteen_bits_forget() -> None:
 
 # Gradients are sums of whole numbers, which are exact in any order, and do not depend on the weights.
 WHOLE = Case(lambda: nn.Linear(20, 12), lambda model, step: model(noise(5, 20, step=step).mul(4).round()).sum())
-
-
-@pytest.mark.slow
-@in_ranks(4)
-@pytest.mark.parametrize("reduction", ["native", "ordered"])
-def test_where_sums_are_exact_a_mesh_has_the_bits_of_plain_training(reduction: str) -> None:
-    settings: dict[str, Any] = {"optimizer": "SGD", "num_steps": 8, "reduction": reduction}
-    for way in ways():
-        require_equal(trained(WHOLE, "ddp", **settings), trained(WHOLE, **settings, **way, **SMALL), what=str(way))
 
 
 # As where sends and receives are not posted: what NCCL would be asked for.
@@ -241,10 +232,10 @@ EXAMPLES = {
 MESHES = examples("hybrid")
 
 
+# In one process a read that comes too early reads NaN. A mesh of processes runs all of them too.
 @pytest.mark.parametrize("name", EXAMPLES)
-@in_ranks(2)
 def test_steps_in_shards_have_the_results_of_the_reference(name: str) -> None:
-    run(EXAMPLES[name])
+    ranks_of(2, lambda _: run(EXAMPLES[name]))
 
 
 # A third rank is neither the first nor the last, and sums of three have an order.

@@ -296,7 +296,11 @@ def test_mistakes_are_told() -> None:
     with contextlib.closing(DistributedDataParallel(MLP.model(), config=SyncConfig(strategy="zero1"))) as ddp:
         plain = SGD(ddp.parameters(), lr=0.1)
         MLP.loss(ddp, 0).backward()
-        assert "strategy='zero1' needs a sharded optimizer, and SGD is not one" in text_of(PhaseError, plain.step)
+        assert text_of(PhaseError, plain.step) == (
+            "strategy='zero1' needs a sharded optimizer, and SGD is not one.\n"
+            "  the first step of the optimizer\n"
+            "  Make it with undertow.ShardedOptimizer(torch.optim.SGD, model, ...)."
+        )
         newer = ShardedOptimizer(SGD, ddp, lr=0.1)
         assert "SGD steps on parameters that a ShardedOptimizer updates" in text_of(PhaseError, plain.step)
         newer.step()

@@ -86,6 +86,9 @@ READS: dict[str, Callable[[DistributedDataParallel, "Kept"], Iterable[Tensor]]] 
     "parameters of parameters": lambda _, kept: [nn.Parameter(param) for param in kept.params],
     "the class of a parameter": lambda _, kept: [type(param)(param.data) for param in kept.params],
     "vmap": lambda _, kept: [torch.vmap(torch.clone)(param) for param in kept.params],
+}
+# What was held since before training ends the gathers with the step.
+HELD_READS: dict[str, Callable[[DistributedDataParallel, "Kept"], Iterable[Tensor]]] = {
     "detached before training": lambda _, kept: kept.detached,
     "param.data of before training": lambda _, kept: kept.data,
     "arrays of before training": lambda _, kept: map(torch.from_numpy, kept.arrays),
@@ -100,7 +103,7 @@ def require_read(found: Iterable[Tensor], ddp: DistributedDataParallel, params: 
     assert [torch.equal(mine.view(it.shape), it) for mine, it in zip(values, params, strict=True)] == [True] * len(params), what
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("strategy", "settings"),
@@ -116,14 +119,13 @@ def test_a_read_between_steps_sees_what_was_stepped(strategy: str, settings: dic
     with training(model, strategy, "SGD", **settings) as (ddp, opt):
         one_step(ddp, opt, 0)
         slow_gathers(ddp)
-        for number, (name, read) in enumerate(READS.items(), start=1):
+        for number, (name, read) in enumerate(HELD_READS.items(), start=1):
             one_step(ddp, opt, number)
             require_read(read(ddp, kept), ddp, kept.params, name)
 
 
-# What was held since before training would end the gathers.
 @in_ranks(2)
-@pytest.mark.parametrize("name", [name for name in READS if "before training" not in name])
+@pytest.mark.parametrize("name", READS)
 def test_a_read_waits_for_what_is_in_flight(name: str) -> None:
     with stepped(1, **SMALL) as (ddp, opt):
         slow_gathers(ddp)
@@ -148,26 +150,22 @@ FOLLOWS: dict[str, Callable[..., object]] = {
 }
 
 
-# A moving average of the parameters, written as people do, next to training.
+# A moving average of the parameters, written as people do, in a hook of the optimizer's step.
 @pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("follow", FOLLOWS)
-@pytest.mark.parametrize("in_hook", [False, True])
-def test_a_moving_average_is_that_of_plain_training(in_hook: bool, follow: str) -> None:
+def test_a_moving_average_is_that_of_plain_training(follow: str) -> None:
     def averaged(strategy: str) -> Parameters:
         with training(MLP.model(), strategy, "SGD", **ORDERED) as (ddp, opt):
             source = ddp.module.state_dict() if follow == "a state dict" else None  # held for good, as some recipes do
             ema = AveragedModel(ddp.module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
             shadow = [param.detach().clone() for param in ddp.module.parameters()]
             follow_all = torch.no_grad(partial(FOLLOWS[follow], ema, ddp.module, source, shadow))
-            if in_hook:
-                opt.register_step_post_hook(lambda *_: follow_all())
+            opt.register_step_post_hook(lambda *_: follow_all())
             for number in range(5):
                 one_step(ddp, opt, number)
                 if strategy != "ddp" and number == 1:
                     slow_gathers(ddp)
-                if not in_hook:
-                    follow_all()
             return {str(number): value.detach().clone() for number, value in enumerate([*ema.module.parameters(), *shadow])}
 
     require_equal(averaged("ddp"), averaged("zero1"))

@@ -264,53 +264,23 @@ def test_what_is_written_between_steps_counts_with_sixteen_bits() -> None:
         require_equal(first, trained(case, "zero2", bucket_cap_mb=cap, **settings))
 
 
-def require_same_in_groups(
-    make: Callable[[], nn.Module], groups_of: Callable[[Any], list[Any]], each: Callable[..., None]
-) -> None:
-    found = []
+@in_ranks(2, 3)
+def test_groups_have_settings_of_their_own_and_one_can_be_added_in_mid_training() -> None:
+    cls, found = torch.optim.AdamW, []
     for strategy in ("ddp", "zero1"):
-        model = make()
+        model = BRANCHES.model()
+        first, second, later = model.layers
+        later.requires_grad_(False)
         with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(strategy=strategy, reduction="ordered"))) as ddp:
-            cls, groups = torch.optim.AdamW, groups_of(model)
+            groups = [{"params": first.parameters(), "weight_decay": 0.1}, {"params": second.parameters(), "betas": (0.5, 0.9)}]
             opt = cls(groups, lr=0.01) if strategy == "ddp" else ShardedOptimizer(cls, ddp, groups, lr=0.01)
             for step in range(10):
-                each(ddp, opt, step)
+                if step == 4:
+                    later.requires_grad_(True)
+                    opt.add_param_group({"params": list(later.parameters()), "lr": 0.5})
+                step_of(ddp, opt, BRANCHES, step)
             found.append(parameters(ddp))
-        require_equal(found[0], found[-1], what=strategy)
-
-
-@in_ranks(2, 3)
-def test_groups_and_schedules_work() -> None:
-    def groups_of(model: Any) -> list[dict[str, Any]]:
-        return [
-            {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1},
-            {"params": [model[0].bias], "lr": 0.2},
-            {"params": [model[2].bias], "betas": (0.5, 0.9)},
-        ]
-
-    def each(ddp: Any, opt: Any, step: int) -> None:
-        if step == 0:
-            ddp.schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=[0.1, 0.2, 0.3], total_steps=12)
-        one_step(ddp, opt, step)
-        ddp.schedule.step()
-        assert [group["lr"] for group in opt.param_groups] == ddp.schedule.get_last_lr()
-
-    require_same_in_groups(MLP.model, groups_of, each)
-
-
-@in_ranks(2, 3)
-def test_a_group_can_be_added_in_mid_training() -> None:
-    def groups_of(model: Any) -> list[dict[str, Any]]:
-        model.layers[2].requires_grad_(False)
-        return [{"params": list(model.layers[:2].parameters())}]
-
-    def each(ddp: Any, opt: Any, step: int) -> None:
-        if step == 4:
-            ddp.module.layers[2].requires_grad_(True)
-            opt.add_param_group({"params": list(ddp.module.layers[2].parameters()), "lr": 0.5})
-        step_of(ddp, opt, BRANCHES, step)
-
-    require_same_in_groups(BRANCHES.model, groups_of, each)
+    require_equal(*found)
 
 
 @in_ranks(2, 3)
@@ -493,15 +463,3 @@ def test_meshes_that_do_not_go_with_it_are_refused() -> None:
         assert text_of(ConfigError, lambda arguments=arguments: attach(MLP.model(), **arguments)) == text
     for each in (line, mesh, cube):
         destroy(each)
-
-
-@in_ranks(4)
-def test_groups_and_optimizers_that_do_not_go_with_it_are_refused() -> None:
-    with mesh_of(2, 2) as mesh, contextlib.closing(DistributedDataParallel(MLP.model(), device_mesh=mesh, config=HYBRID)) as ddp:
-        plain = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        MLP.loss(ddp, 0).backward()
-        assert text_of(PhaseError, plain.step) == (
-            "strategy='hybrid' needs a sharded optimizer, and SGD is not one.\n"
-            "  the first step of the optimizer\n"
-            "  Make it with undertow.ShardedOptimizer(torch.optim.SGD, model, ...)."
-        )

@@ -33,7 +33,7 @@ from undertow.wire import WIRES
 
 WIDE = CASES["wide"]
 FORMATS = [*WIRES]
-PLANS: list[dict[str, Any]] = [{"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 5e-3}, {}]
+PLANS: list[dict[str, Any]] = [{"bucket_cap_mb": 1e-4}, {"bucket_cap_mb": 5e-3}]
 
 
 def of_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -80,7 +80,7 @@ def test_gradients_arrive_as_the_mean_of_encoded_values(wire: str, strategy: str
 
 
 @pytest.mark.deep
-@in_ranks(2, 3, 4)
+@in_ranks(3, 4)
 @pytest.mark.parametrize("wire", FORMATS)
 def test_ranks_are_equal_after_every_step_and_every_plan_has_the_same_bits(wire: str) -> None:
     settings = [{"strategy": strategy} for strategy in ("ddp", "zero1", "zero2")]
@@ -93,7 +93,7 @@ def test_ranks_are_equal_after_every_step_and_every_plan_has_the_same_bits(wire:
         require_same_everywhere(parameters(ddp))
 
     for way in settings:
-        require_equal(*(trained(WIDE, num_steps=6, each=each, wire=wire, **way, **plan) for plan in PLANS[:2]), what=str(way))
+        require_equal(*(trained(WIDE, num_steps=6, each=each, wire=wire, **way, **plan) for plan in PLANS), what=str(way))
 
 
 @in_ranks(4)

@@ -6,12 +6,12 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from benchmarks import figures
 
+from support.cli import Undertow
 from support.pages import Snippet, execute, snippets
 from support.project import ROOT
 from support.ranks import Ranks
@@ -99,16 +99,16 @@ def test_a_target_installs_torch_alone_and_then_its_own_extras(target: str, extr
     assert list(dict.fromkeys(installed)) == [TORCH, *(f"{TORCH} --editable '.[{extra}]'" for extra in extras)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("command", SIMULATED)
-def test_the_simulator_takes_the_commands(command: str, tmp_path: Path) -> None:
+def test_the_simulator_takes_the_commands(
+    command: str, undertow: Undertow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The example's profile stands for the one that the demo writes."""
-    profile = str(ROOT / "examples" / "profiles" / "gpt2.json")
-    program, *arguments = shlex.split(command.replace("out/profile-undertow.json", profile))
-    arguments = [str(ROOT / it) if it.startswith("examples/") else it for it in arguments]
-    undertow = str(Path(sys.executable).parent / Path(program).name)
-    done = subprocess.run([undertow, *arguments, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert (done.returncode, (tmp_path / "simulate.png").exists()) == (0, True), done.stderr
+    monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
+    line = command.removeprefix(".venv/bin/undertow ").replace("out/profile-undertow.json", "examples/profiles/gpt2.json")
+    assert (undertow(line).code, Path("out/simulate.png").exists()) == (0, True)
 
 
 def test_pages_have_the_figures_that_make_figures_writes() -> None:

@@ -81,9 +81,8 @@ def test_a_late_rank_is_reported_on_every_rank_and_training_goes_on(name: str, n
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, record: Record) -> None:
-    fault = PLACES["in data"].fault("late for good", num_ranks, settings=STOPS)
+def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(record: Record) -> None:
+    fault = PLACES["in data"].fault("late for good", 3, settings=STOPS)
     found = outcomes(fault)
     for number, rank in enumerate(found):
         first, *rest = report(fault)
@@ -92,11 +91,10 @@ def test_a_rank_that_is_too_late_fails_the_step_on_every_rank(num_ranks: int, re
     record(f"late, beyond stall_timeout_s={STOPS['stall_timeout_s']}", [found[other] for other in fault.others])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("warning_s", [0.1, math.inf])
 @pytest.mark.parametrize("way", ["an impatient group", "a group that closes"])
-def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(way: str, warning_s: float, num_ranks: int) -> None:
-    fault = PLACES["in data"].fault("late for good", num_ranks, way=way, settings=WARNS | {"stall_warning_s": warning_s})
+def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(way: str, warning_s: float) -> None:
+    fault = PLACES["in data"].fault("late for good", 3, way=way, settings=WARNS | {"stall_warning_s": warning_s})
     head, *rest = report(fault) if warning_s < math.inf else ("", "")
     told = [f"  {head}", *rest] if head else []
     remedy = (
@@ -118,18 +116,16 @@ def test_a_rank_that_has_not_wrapped_its_model_is_reported() -> None:
     ) == (["", ""], True)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_that_never_makes_a_second_model_is_not_waited_for_for_ever(num_ranks: int) -> None:
-    fault = Place("second model", "a second model").fault("late for good", num_ranks)
+def test_a_rank_that_never_makes_a_second_model_is_not_waited_for_for_ever() -> None:
+    fault = Place("second model", "a second model").fault("late for good", 3)
     found = outcomes(fault)
     for rank in fault.others:
         text = NEVER_CAME.format(faulty=fault.rank, where="the making of a process group", rank=rank)
         assert (found[rank].kind, plain(found[rank].text), "within 1 s" in found[rank].text) == ("StallTimeout", text, True)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_that_is_stopped_is_named(num_ranks: int, record: Record) -> None:
-    fault = PLACES["in forward"].fault("stopped", num_ranks, settings=STOPS)
+def test_a_rank_that_is_stopped_is_named(record: Record) -> None:
+    fault = PLACES["in forward"].fault("stopped", 3, settings=STOPS)
     found = [rank for number, rank in enumerate(outcomes(fault)) if number != fault.rank]
     for rank in found:
         head = HEAD.format(faulty=fault.rank, bucket=FIRST)

@@ -136,7 +136,6 @@ def _table(rng: random.Random, sizes: range, shape: str) -> list[float]:
 
 
 SHAPES = ("affine", "concave", "steps", "monotone", "wild")
-NOT_DECREASING = SHAPES[:-1]
 
 
 def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> Case:

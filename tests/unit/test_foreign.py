@@ -3,6 +3,7 @@
 import inspect
 import json
 import pickle
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from support.cli import Undertow
 from support.errors import refusal
+from support.project import ROOT
 from support.records import record
 from support.strategies import spec
 from undertow import ConfigError, UndertowError, errors
@@ -247,23 +249,19 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("parts", "text"),
-    [
-        ({"where": "rank 2, step 7", "remedy": "Mend it."}, "it broke.\n  rank 2, step 7\n  Mend it."),
-        ({"remedy": "Mend it."}, "it broke.\n  Mend it."),
-    ],
-)
-def test_text_has_what_where_and_remedy_on_a_line_each_as_far_as_they_are_given(parts: dict[str, str], text: str) -> None:
-    assert str(UndertowError("it broke.", **parts)) == text
+def test_what_is_not_given_has_no_line() -> None:
+    assert str(UndertowError("it broke.", remedy="Mend it.")) == "it broke.\n  Mend it."
 
 
 @pytest.mark.parametrize("name", TREE)
-def test_an_error_has_its_bases_is_drawn_and_can_be_pickled(name: str) -> None:
+def test_an_error_has_its_bases_is_drawn_can_be_pickled_and_ends_with_a_page_that_exists(name: str) -> None:
     kind: type[UndertowError] = getattr(errors, name)
     assert (kind.__bases__, f" {name} " in errors.__doc__.replace("\n", " ")) == (TREE[name], True)
     copy = pickle.loads(pickle.dumps(kind("it broke.", where="rank 2", remedy="Mend it.")))
+    lines = "".join(traceback.format_exception_only(copy)).splitlines()
     assert (type(copy), str(copy)) == (kind, "it broke.\n  rank 2\n  Mend it.")
+    assert lines[1:] == ["  rank 2", "  Mend it.", f"See {kind.page}."]
+    assert (ROOT / kind.page).exists()
 
 
 def test_exports_are_the_tree() -> None:

@@ -294,7 +294,7 @@ SPECIAL: dict[str, Callable[[Path, Path], object]] = {
     "a folder": lambda path, _: path.mkdir(),
     "a fifo": lambda path, _: os.mkfifo(path),
 }
-HALF, WHOLE = torch.zeros(3), torch.zeros(6)
+HALF = torch.zeros(3)
 OTHER_TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "half of the elements": (
         change_state(**{"0.weight/exp_avg[0:6]": None, "0.weight/exp_avg[0:3]": HALF}),

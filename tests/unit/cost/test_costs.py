@@ -250,7 +250,7 @@ def test_a_line_has_neither_a_negative_latency_nor_a_negative_slope() -> None:
     assert (line_through([(1, 10), (2, 30), (3, 50)])[0], line_through([(1, 10), (2, 9), (3, 8)])) == (0, (9, 0))
 
 
-NETWORK_SIZES, MIB, FAST = [0.0, 1.0, 1e4, 1e8], 1024 * 1024, link_from_text("100gbit,5us")
+NETWORK_SIZES, FAST = [0.0, 1.0, 1e4, 1e8], link_from_text("100gbit,5us")
 INSIDE = RingCosts(link_from_text("900gbit,2us"), num_ranks=8)
 NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
 
@@ -283,12 +283,6 @@ NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
 def test_a_name_means_these_costs(one: Costs, other: Costs) -> None:
     for kind in KINDS:
         assert one.collective_us(kind, NETWORK_SIZES).tolist() == other.collective_us(kind, NETWORK_SIZES).tolist()
-
-
-def curve_of(costs: Costs, kind: str, *, slow: int | None = None) -> CostCurve:
-    sizes = [2**k for k in range(12, 28)]
-    times = costs.collective_us(kind, sizes) * [10 if i == slow else 1 for i in range(16)]
-    return CostCurve(points=tuple(zip(sizes, times.tolist(), strict=True)))
 
 
 @pytest.mark.parametrize("text", ["25gbps", "25Gb/s", "25 Gbit/s", "25Gbit", "25GbE", "25gbe", "25GBE", "25gbits"])

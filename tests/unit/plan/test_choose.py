@@ -179,23 +179,6 @@ def test_buckets_are_of_equal_bytes_except_the_last(num_buckets: int, last_share
     assert [abs(each - wanted) <= 1 for each, wanted in zip(found, sizes, strict=True)] == [True] * len(sizes)
 
 
-@pytest.mark.parametrize(
-    ("params", "groups", "when", "curve", "finished_us"),
-    [
-        pytest.param(
-            specs_of_sizes(100, 100),
-            [(0, 1)],
-            timing(0, 100, used=(100, 0)),
-            line(5, 0.5),
-            205 + 105,
-            id="one bucket that would be cut",
-        ),
-    ],
-)
-def test_groups_by_hand(params: list[ParamSpec], groups: Any, when: StepTiming, curve: Any, finished_us: float) -> None:
-    assert model_of(params, when, curve).finish_us(groups) == pytest.approx(finished_us, **ROUNDING)
-
-
 # Four gradients of 5.12 MB, at 100, 200, 300 and 400 ms; in int8 each has 1.29 MB, and takes 5.63 ms to encode, add
 # and decode.
 KB, LAYERS = 1e-3, [spec(f"p{i}", 1_280_000) for i in range(4)]

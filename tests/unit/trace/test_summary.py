@@ -107,14 +107,8 @@ def test_gathers_have_rows() -> None:
     assert [it.waited_ms for it in report(record(), record(step=1, gathers=GATHERS)).gathers] == [5, 0]
 
 
-@pytest.mark.parametrize(
-    ("found", "index", "params"),
-    [
-        (PLAIN, 1, ("stem",)),
-    ],
-)
-def test_the_worst_bucket_is_the_one_waited_for_longest(found: StepReport, index: int, params: tuple[str, ...]) -> None:
-    assert (found.worst_bucket.index, found.worst_bucket.params) == (index, params)
+def test_the_worst_bucket_is_the_one_waited_for_longest() -> None:
+    assert (PLAIN.worst_bucket.index, PLAIN.worst_bucket.params) == (1, ("stem",))
 
 
 @pytest.mark.parametrize(
