@@ -1,11 +1,179 @@
-"""Every schedule that a run can have is right, and strategies have names."""
+"""Schedules as text, by strategy, and each fault that one line of a schedule can have."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.strategies import LOWERINGS
+from support.errors import refusal
+from support.schedules import schedule_from_text
+from support.strategies import LOWERINGS, lowerings
 from support.verify import verify
-from undertow.schedule import DDP, HYBRID, ZERO1, ZERO2, lower_accumulation, lower_data_parallel, strategy_named
+from undertow.schedule import (
+    DDP,
+    HYBRID,
+    ZERO1,
+    ZERO2,
+    Schedule,
+    Strategy,
+    lower_accumulation,
+    lower_data_parallel,
+    strategy_named,
+)
+
+STEP = """\
+id  lane     kind        bucket  reads     writes    after
+00  compute  fill        b0      -         grad[b0]  -
+01  compute  pack        b0      grad[b0]  grad[b0]  00
+02  comm.dp  all_reduce  b0      grad[b0]  grad[b0]  01
+03  compute  fill        b1      -         grad[b1]  -
+04  compute  end         *       -         -         00 03
+05  compute  pack        b1      grad[b1]  grad[b1]  04
+06  comm.dp  all_reduce  b1      grad[b1]  grad[b1]  05
+07  compute  join        *       -         -         04
+08  compute  bind        b0      grad[b0]  -         02 07
+09  compute  bind        b1      grad[b1]  -         06 07
+10  compute  step        *       grad[*]   param[*]  08 09
+11  compute  use         *       param[*]  -         10
+"""
+SHARDED = {"of": lower_data_parallel(2, ZERO1).to_text(), "strategy": ZERO1}  # 10 steps, 11 and 12 gather, 13 and 14 use
+MESH = {"of": lower_data_parallel(2, HYBRID).to_text(), "strategy": HYBRID}
+# The last collective has its own edge to the end of backward, so that a fault of its pack is only that.
+APART = STEP.replace("grad[b1]  05", "grad[b1]  04 05")
+
+
+def read(*lines: str, of: str = STEP) -> Any:
+    """The schedule of a text with `lines` in place of those of the same ids, or behind the last."""
+    return schedule_from_text("\n".join({line.split()[0]: line for line in (*of.splitlines(), *lines)}.values()))
+
+
+def crossing(buffer: str) -> str:
+    return f"the ops on {buffer} do not carry each gradient across once."
+
+
+def outside(op: str) -> str:
+    return f"op {op} may run before its gradients are there or after the step."
+
+
+def at_once(first: str, second: str, buffer: str) -> str:
+    return f"ops {first} and {second} may touch {buffer} at once."
+
+
+def ends(kind: str, count: int) -> str:
+    return f"the schedule has {count} ops of kind {kind}, expected 1."
+
+
+def leaves_early(op: str) -> str:
+    return f"op {op} may leave before backward ends."
+
+
+def gathered_early(op: str) -> str:
+    return f"op {op} may run before the step."
+
+
+@pytest.mark.parametrize(
+    ("lines", "how", "fault"),
+    [
+        pytest.param(
+            ["02  compute  pack  b0  grad[b0]  grad[b0]  01"],
+            {},
+            crossing("grad[b0]"),
+            id="not sent",
+        ),
+        pytest.param(
+            ["03  compute  pack  b0  shard[b0]  shard[b0]  02"],
+            MESH,
+            crossing("grad[b0]"),
+            id="not sent over the outer axis",
+        ),
+        pytest.param(
+            ["02  comm.dp  all_reduce  b0  grad[b0]  grad[b0]  -"],
+            {},
+            outside("02 (all_reduce b0)"),
+            id="sent before it is filled",
+        ),
+        pytest.param(
+            ["09  compute  bind  b1  grad[b1]  -  07"],
+            {},
+            outside("06 (all_reduce b1)"),
+            id="sent after the step",
+        ),
+        pytest.param(
+            ["03  comm.across  all_reduce  b0  shard[b0]  shard[b0]  01"],
+            MESH,
+            outside("03 (all_reduce b0)"),
+            id="over the outer axis before the inner one",
+        ),
+        pytest.param(
+            ["08  compute  bind  b0  grad[b0]  -  01 07"],
+            {"of": APART},
+            at_once("02 (all_reduce b0)", "08 (bind b0)", "grad[b0]"),
+            id="bound in flight",
+        ),
+        pytest.param(
+            ["05  compute  pack  b1  grad[b1]  grad[b1]  -"],
+            {"of": APART},
+            at_once("03 (fill b1)", "05 (pack b1)", "grad[b1]"),
+            id="packed while it is filled",
+        ),
+        pytest.param(
+            ["13  compute  use  b1  param[b1]  -  10"],
+            SHARDED,
+            at_once("11 (all_gather b1)", "13 (use b1)", "param[b1]"),
+            id="used while it is gathered",
+        ),
+        pytest.param(
+            [],
+            {"of": STEP[: STEP.index("11  ")]},
+            at_once("10 (step *)", "12 (fill b0)", "grad[b0]"),
+            id="the next step comes too early",
+        ),
+        pytest.param(["04  compute  join  *  -  -  00 03"], {}, ends("end", 0), id="backward never ends"),
+        pytest.param(["07  compute  use  *  -  -  04"], {}, ends("join", 0), id="never joined"),
+        pytest.param(
+            ["05  compute  pack  b1  grad[b1]  grad[b1]  03"],
+            {},
+            leaves_early("06 (all_reduce b1)"),
+            id="the last one leaves in backward",
+        ),
+        pytest.param(
+            ["12  compute  use  b0  param[b0]  -  10"],
+            SHARDED,
+            "the ops on param[b0] do not bring each parameter to every rank once.",
+            id="not gathered",
+        ),
+        pytest.param(
+            ["11  comm.dp  all_gather  b1  own[b1]  param[b1]  07"],
+            SHARDED,
+            gathered_early("11 (all_gather b1)"),
+            id="gathered before the step",
+        ),
+        pytest.param(
+            ["12  compute  step  *  grad[*]  param[*]  10"],
+            {},
+            "the steps do not update each parameter once.",
+            id="stepped twice",
+        ),
+    ],
+)
+def test_a_fault_is_found(lines: list[str], how: dict[str, Any], fault: str) -> None:
+    given = {"of": STEP, "strategy": DDP, "num_buckets": 2, **how}
+    schedule = read(*lines, of=given["of"])
+    assert refusal(lambda: verify(schedule, given["strategy"], num_buckets=given["num_buckets"])).partition("\n")[0] == fault
+
+
+@pytest.mark.parametrize(
+    ("lines", "text", "strategy"),
+    [
+        ([], STEP, DDP),
+        (["08  compute  bind  b0  grad[b0]  -  06 07"], STEP, DDP),  # a collective is after all earlier ones of its lane
+    ],
+    ids=["the step above", "bound after a later collective"],
+)
+def test_schedules_without_a_fault(lines: list[str], text: str, strategy: Strategy) -> None:
+    assert verify(schedule := read(*lines, of=text), strategy, num_buckets=2) is schedule
 
 
 @given(st.integers(1, 40))
@@ -20,5 +188,20 @@ def test_lowered_schedules_are_right(num_buckets: int) -> None:
         assert [verify(schedule, strategy, num_buckets=num_buckets) for schedule in schedules] == schedules
 
 
+HEADER = "id lane kind bucket reads writes after"
+
+
+@given(lowerings, st.integers(1, 150))
+def test_text_round_trip(lower: Callable[[int], Schedule], num_buckets: int) -> None:
+    schedule = lower(num_buckets)
+    assert schedule_from_text(schedule.to_text()) == schedule
+
+
 def test_a_strategy_is_found_by_its_name() -> None:
     assert [strategy_named(name) for name in (None, "ddp", "zero1", "zero2", "hybrid")] == [DDP, DDP, ZERO1, ZERO2, HYBRID]
+
+
+@pytest.mark.parametrize(("op_id", "after"), [(1, "-"), (0, "0"), (0, "3"), (0, "-1")])
+def test_ops_are_numbered_in_order_and_come_after_earlier_ones(op_id: int, after: str) -> None:
+    schedule = schedule_from_text(f"{HEADER}\n{op_id:02d}  compute  fill  b0  -  grad[b0]  {after}")
+    assert refusal(lambda: verify(schedule, num_buckets=1)).startswith(f"op {op_id} (fill b0) is at position 0")
