@@ -376,6 +376,11 @@ class Rank:
     def attach(self, model: nn.Module, **settings: Any) -> GradientSync:
         return attach(model, config=SyncConfig(**settings))
 
+    def unopened(self, model: nn.Module, **settings: Any) -> GradientSync:
+        """As of a copied model, whose ranks open the group when they first use it."""
+        ref = FakeRef(tuple(range(self.world.num_ranks)), "fake", None)
+        return GradientSync(model, process_group=ref, config=SyncConfig(**settings))
+
     def gather(self, value: T) -> list[T]:
         """A value of each rank, in rank order."""
         lane = "values" if _is_ranks_own() else "values of workers"
@@ -484,6 +489,11 @@ def ranks_of(num_ranks: int, work: Callable[[Rank], T]) -> list[T]:
 def counts_for(sync: GradientSync, num_ranks: int) -> None:
     """As inside of torch's join: the mean is over so many ranks, which have data."""
     sync._engine.progress.rescale = sync.num_ranks / num_ranks
+
+
+def forward_begins(sync: GradientSync) -> None:
+    """As a wrapper tells that leaves buffers alone."""
+    sync._forward_begins(buffers_follow=None)
 
 
 def shadow(sync: GradientSync) -> None:

@@ -513,6 +513,20 @@ def test_ranks_measure_once_and_send_nothing_else_afterwards(settings: dict[str,
         assert errors_of(2, train, order="observed", **settings) == ["", ""]
 
 
+def test_a_copied_model_opens_its_group_in_its_first_synchronization() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+        training.sync.close()
+        training.sync = rank.unopened(training.module, buffers="off")
+        training.module.zero_grad()
+        one_process.forward_begins(training.sync)
+        training.backward()
+        training.require_mean()
+        training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
 def test_a_model_closes_when_its_parameters_have_arrived() -> None:
     def train(training: Training) -> None:
         optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.5)
