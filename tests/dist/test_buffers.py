@@ -371,16 +371,23 @@ def test_buffers_of_every_sendable_kind_follow_rank_0() -> None:
     assert (wrong, model.nowhere.is_meta, model.last.stride()) == ([], True, (16, 1, 8, 4))
 
 
+SHARING: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "some elements": lambda table: (table[:4], table[2:]),
+    "all elements": lambda table: (table, table.view(2, 3)),
+}
+
+
 @in_ranks(2)
-def test_buffers_that_share_memory_still_share_it_after_they_have_followed_rank_0() -> None:
+@pytest.mark.parametrize("what", SHARING)
+def test_buffers_that_share_memory_still_share_it_after_they_have_followed_rank_0(what: str) -> None:
     table = torch.zeros(6)
-    model = Buffered(first=table[:4], last=table[2:])
+    first, last = SHARING[what](table)
+    model = Buffered(first=first, last=last)
     with wrapped(model) as ddp:
-        table += 1 + dist.get_rank()
-        ddp(torch.ones(1, 2))
-    assert table.tolist() == [1.0] * 6
-    model.first.fill_(5.0)
-    assert model.last.tolist() == [5.0, 5.0, 1.0, 1.0]
+        for step in range(3):
+            table += 1 + dist.get_rank()
+            ddp(torch.ones(1, 2)).sum().backward()
+            assert (table.tolist(), model.first is first, model.last is last) == ([1.0 + step] * 6, True, True)
 
 
 @in_ranks(2)
@@ -391,26 +398,3 @@ def test_a_buffer_that_requires_gradients_stays_the_same_tensor() -> None:
         scale.data += 1 + dist.get_rank()
         (ddp(torch.ones(1, 2)) * model.scale).sum().backward()
     assert (model.scale is scale, scale.tolist(), scale.grad is None) == (True, [1.0, 1.0], False)
-
-
-class Doubled(nn.Module):
-    """Two buffers are the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("sum", torch.zeros(4))
-        self.register_buffer("table", self.sum.view(2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.sum += x.mean()
-        return self.linear(x) * self.table.sum()
-
-
-@in_ranks(2)
-def test_buffers_that_are_views_of_all_of_one_memory_stay_shared() -> None:
-    with wrapped(Doubled()) as ddp:
-        for step in range(3):
-            ddp(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
-            assert ddp.module.sum.data_ptr() == ddp.module.table.data_ptr(), step

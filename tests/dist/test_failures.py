@@ -75,14 +75,13 @@ def test_what_was_accumulated_before_a_failure_is_still_synchronized() -> None:
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("rescue", ["forward", "finish", "wait"])
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
 @pytest.mark.parametrize("failing_step", [0, 2])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_failure_on_one_rank_is_told_to_the_others_and_the_next_step_is_right(
-    failing_rank: int, failing_step: int, bucket_cap_mb: float, rescue: str
+    failing_rank: int, failing_step: int, rescue: str
 ) -> None:
     rank = dist.get_rank()
-    with wrapped_and_bare(Branches(), bucket_cap_mb=bucket_cap_mb) as (ddp, bare):
+    with wrapped_and_bare(Branches(), **SMALL) as (ddp, bare):
         for step in range(5):
             if step == failing_step:
                 result = loss(ddp, step)
@@ -124,14 +123,13 @@ def equal_on_all_ranks(model: nn.Module) -> None:
 
 @in_ranks(2)
 @pytest.mark.parametrize("how", STEPS)
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 25.0])
 @pytest.mark.parametrize("failing_ranks", [(1,), (0, 1)])
 @pytest.mark.parametrize("failing_step", [0, 2])
 def test_a_step_after_a_failed_backward_is_an_error_on_every_rank(
-    failing_step: int, failing_ranks: tuple[int, ...], bucket_cap_mb: float, how: str
+    failing_step: int, failing_ranks: tuple[int, ...], how: str
 ) -> None:
     rank = dist.get_rank()
-    with wrapped_and_bare(Branches(), bucket_cap_mb=bucket_cap_mb) as (ddp, _):
+    with wrapped_and_bare(Branches(), **SMALL) as (ddp, _):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(4):
             if step == failing_step:

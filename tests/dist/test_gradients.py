@@ -21,21 +21,20 @@ from undertow import DistributedDataParallel, ShardedOptimizer, attach
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("case_name", CASES)
-def test_gradients_are_views_of_buckets_at_the_same_place_in_every_step(case_name: str, set_to_none: bool) -> None:
+def test_gradients_are_views_of_buckets_at_the_same_place_in_every_step(case_name: str) -> None:
     """Each lies in a storage that is larger than itself: a trailer follows it at least."""
     case, places = CASES[case_name], []
     with wrapped_and_bare(case.model(), order="reverse", bucket_cap_mb=3e-4, buffers="off") as (ddp, bare):
-        for step in range(4):
+        for step in range(5):
             for model in (ddp, bare):
-                model.zero_grad(set_to_none=set_to_none)
+                model.zero_grad(set_to_none=step < 3)
                 case.loss(model, step).backward()
             naive_mean(bare)
             require_same_gradients(ddp, bare)
             assert all(param.grad.untyped_storage().nbytes() > param.grad.nbytes for param in ddp.parameters())
             places.append([param.grad.data_ptr() for param in ddp.parameters()])
-    assert places == places[:1] * 4
+    assert places == places[:1] * 5
 
 
 @in_ranks(2, 3)
@@ -155,14 +154,14 @@ def test_the_report_names_the_late_rank(average_in_collective: bool) -> None:
                 time.sleep(LATE_S)
             loss.backward()
         report = ddp.report().to_dict()
-    assert report["slowest_rank"] == 1
+    assert (report["slowest_rank"], len(report["busy_ms"])) == (1, dist.get_world_size())
     assert report["busy_ms"][1] >= LATE_S * 1e3
     if dist.get_rank() != 1:
         assert report["late_rank_ms"] > 0.5 * LATE_S * 1e3
         assert report["exposed_ms"] >= report["late_rank_ms"]
 
 
-@in_ranks(2, 3)
+@in_ranks(2)
 @pytest.mark.parametrize(
     ("num_steps", "settings", "num_traces"),
     [
@@ -193,9 +192,8 @@ def test_one_rank_may_ask_for_the_report(num_steps: int, settings: dict[str, Any
     assert step_ms == pytest.approx(report["step_ms"])
     since = [bucket["launched_ms"] for bucket in report["buckets"]]
     assert all(it["wire_ms"] <= it["done_ms"] - at + 1e-9 for it, at in zip(report["buckets"], since, strict=True))
-    assert (report["rank"], len(report["busy_ms"]), [bucket["params"] for bucket in report["buckets"]]) == (
+    assert (report["rank"], [bucket["params"] for bucket in report["buckets"]]) == (
         0,
-        dist.get_world_size(),
         [["2.bias"], ["2.weight"], ["0.bias"], ["0.weight"]],
     )
     assert report["communication_ms"] > 0

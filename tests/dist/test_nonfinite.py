@@ -485,9 +485,7 @@ def require_found(ddp: nn.Module, optimizer: Any, other: int, *, ranks: str, ste
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize(
-    ("strategy", "every", "step"), [("ddp", 1, 3), ("ddp", 4, 3), ("ddp", 3, 5), ("ddp", 7, 6), ("zero1", 1, 3), ("zero2", 1, 3)]
-)
+@pytest.mark.parametrize(("strategy", "every", "step"), [("ddp", 1, 3), ("ddp", 3, 5), ("zero1", 1, 3), ("zero2", 1, 3)])
 def test_the_first_parameter_the_ranks_and_the_step_are_named(strategy: str, every: int, step: int) -> None:
     others = ", 2" if dist.get_world_size() == 3 else ""
     with training(MLP.model(), strategy, "SGD", check_replicas_every=every) as (ddp, optimizer):

@@ -274,6 +274,23 @@ CHANGED = {
         events="zero, forward 012, backward, zero, forward 01, accumulate, thaw 2, forward 20, backward, step, zero, forward 02, backward, step",
         times=1,
     ),
+    **{
+        f"rank {rank} is without data when {change}, {strategy}": Program(
+            events=f"zero, train 012, step, {event}, zero, train {order}, step", strategy=strategy, times=times
+        )
+        for rank, change, event, order, times, strategy in (
+            (0, "a unit is appended", "append apart", "none|0123", 1, "ddp"),
+            (1, "a unit is appended", "append apart", "0123|none", 1, "ddp"),
+            (1, "a unit is frozen and thawed", "freeze 1, zero, train 012|none, step, thaw 1", "012|none", 2, "ddp"),
+            (1, "a unit is frozen and thawed", "freeze 1, zero, train 012|none, step, thaw 1", "012|none", 2, "zero1"),
+        )
+    },
+    "a rank alone with shards follows a change": Program(
+        before="freeze 0",
+        events="zero, forward 012, backward, step, thaw 0, zero, forward 012, backward, step, freeze 0",
+        strategy="zero1",
+        is_alone=True,
+    ),
     "units take turns": Program(
         before="freeze 1, freeze 2",
         events="zero, forward 012, backward, step, freeze 0, thaw 1, zero, forward 012, backward, step, freeze 1, thaw 2, zero, forward 012, "
@@ -443,6 +460,7 @@ WRITTEN_OR_DISTURBED = {
             ("every rank", "now", "zero", "zero2"),
         )
     },
+    "gradients of the bare module are reduced by hand": Program(events="zero, saliency now, reduce, step"),
     "rank 0 looks through the bare module before the first step": Program(
         events="saliency now|, zero, forward 012, backward, step", times=1
     ),

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from undertow.buckets import fingerprints as module
@@ -18,9 +16,7 @@ def num_different(tensors: Sequence[Tensor]) -> int:
     return len(set(fingerprints(tensors, device=torch.device("cpu")).tolist()))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool]
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.bool])
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 8, 1000])
 def test_every_single_bit_counts(dtype: torch.dtype, numel: int) -> None:
     tensors = [torch.zeros(numel, dtype=dtype)]
@@ -42,9 +38,9 @@ def test_minus_zero_and_every_nan_are_values_of_their_own() -> None:
     assert num_different(values) == num_different([*values, *(value.clone() for value in values)]) == 5
 
 
-@given(st.permutations(list(range(8))))
-def test_the_same_elements_in_another_order_differ(order: list[int]) -> None:
-    assert num_different([torch.arange(8.0), torch.arange(8.0)[order]]) == (1 if order == sorted(order) else 2)
+def test_the_same_elements_in_another_order_differ() -> None:
+    tensors = [torch.tensor(order) for order in permutations(torch.arange(7.0).tolist())]
+    assert num_different(tensors) == len(tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

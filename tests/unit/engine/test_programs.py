@@ -12,7 +12,7 @@ from support import programs
 from support.drawn import drawn
 from support.examples import EXAMPLES
 from support.one_process import ranks_of
-from support.programs import Program, run
+from support.programs import run
 
 # Two graphs of gradients on two threads change the same list of filters.
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward")
@@ -33,11 +33,6 @@ def mean_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[T
     return future
 
 
-def may_run_here(program: Program) -> bool:
-    """There are no groups besides the one of all ranks."""
-    return program.strategy != "hybrid" and not program.is_alone
-
-
 SEEDS = [(seed, num_ranks) for seed in range(30) for num_ranks in (2, 3)]
 
 
@@ -47,6 +42,6 @@ def test_a_drawn_program_has_the_results_of_the_reference(seed: int, num_ranks: 
     ranks_of(num_ranks, lambda _: run(program))
 
 
-@pytest.mark.parametrize("name", [name for name, program in EXAMPLES.items() if may_run_here(program)])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_has_the_results_of_the_reference(name: str) -> None:
-    ranks_of(2, lambda _: run(EXAMPLES[name]))
+    ranks_of(1 if EXAMPLES[name].is_alone else 2, lambda _: run(EXAMPLES[name]))
