@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # planning and simulating use the sizes alone, without torch
 
 # Encoded at once: on the host the values between two operators stay in a core's cache, on a device
 # operators are few.
-_HOST_NUMEL, _DEVICE_NUMEL = 2**17, 2**23
+_HOST_NUMEL, _DEVICE_NUMEL = 2**19, 2**23
 _LARGEST_CODE = 127
 _LARGEST_FP32 = 3.4028234663852886e38
 _LEAST_SCALE = 2.0**-126  # the inverse of a smaller one would overflow
