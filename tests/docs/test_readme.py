@@ -134,8 +134,8 @@ SHOWN_BY = {
         "test_experts_may_change_and_their_gradients_may_come_late",
     ],
     "is a collective call": [
-        "test_a_parameter_that_is_added_takes_rank_0s_value",
-        "test_a_rank_without_data_takes_part_when_a_parameter_is_added",
+        "test_a_layer_that_is_added_takes_rank_0s_values_in_every_setting",
+        "test_an_example_has_the_results_of_the_reference",  # "rank 0 is without data when ..."
     ],
     "the same first values": [
         "test_gradients_that_were_computed_with_other_values_are_an_error_on_all_ranks",
@@ -158,7 +158,7 @@ SHOWN_BY = {
     ],
     "communication hook raises on one rank": ["test_a_hook_that_raises_on_one_rank_ends_the_others_by_the_timeout"],
     "A backward of the bare module": [
-        "test_a_backward_of_the_bare_module_before_the_step_is_averaged",
+        "test_an_example_has_the_results_of_the_reference",  # "a unit thawed between two backwards"
         "test_a_backward_after_a_forward_of_the_wrapper_is_averaged",
     ],
     "taken out of `.grad` in backward": ["test_a_gradient_that_a_hook_takes_away_is_an_error_on_every_rank"],
