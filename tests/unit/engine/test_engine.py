@@ -373,6 +373,17 @@ def test_ranks_whose_forwards_send_buffers_meet_after_the_last_of_several_forwar
     assert all("had other values on rank 1 than on rank 0" in error for error in errors), errors
 
 
+def test_buffers_follow_rank_0_before_the_forward() -> None:
+    def train(training: Training) -> None:
+        norm = training.module.units[1]
+        norm.momentum = 0.0
+        norm.running_mean.fill_(3.0 + training.rank.number)
+        training.step()
+        assert torch.equal(norm.running_mean, torch.full((WIDTH,), 3.0))
+
+    assert errors_of(2, train, "linear norm linear") == ["", ""]
+
+
 LATE = Reading(used=frozenset(), ranks_differ=False, flags={"failed": (1,)}, is_overdue=True)
 
 
@@ -492,6 +503,21 @@ def test_ranks_move_if_only_the_formats_change(strategy: str, bucket_cap_mb: flo
         assert errors_of(2, train, strategy=strategy, bucket_cap_mb=bucket_cap_mb, wire="auto") == ["", ""]
 
 
+def test_the_plan_follows_rank_0s_order_from_the_second_step_on() -> None:
+    def train(training: Training) -> None:
+        plans = []
+        for _ in range(3):
+            training.module.zero_grad()
+            training.backward("012" if training.rank.number else "210")
+            training.optimizer.step()
+            plans.append(training.sync.plan.groups)
+        names = [training.sync.plan.params[group[0]].name for group in plans[1]]
+        assert plans[0] != plans[1] == plans[2]
+        assert [name.split(".")[1] for name in names] == ["0", "0", "1", "1", "2", "2"]
+
+    assert errors_of(2, train) == ["", ""]
+
+
 @pytest.mark.parametrize(
     ("settings", "num_more"),
     [({"record": "off"}, 0), ({}, 1), ({"bucket_cap_mb": None}, 2), ({"bucket_cap_mb": None, "auto_tune": False}, 1)],
@@ -576,6 +602,21 @@ def test_an_infinity_of_one_rank_is_met_by_all(policy: str, kinds: str, overlap:
 
     assert errors_of(2, train, kinds, nonfinite=policy, overlap=overlap) == ["", ""]
     assert caplog.text.count("The step is skipped on every rank") == (policy == "skip")
+
+
+def test_a_closure_is_judged_after_it() -> None:
+    def train(training: Training) -> None:
+        def closure() -> Tensor:
+            training.module.zero_grad()
+            loss: Tensor = training.module(training.batch(), "012").square().sum() * float("nan")
+            loss.backward()
+            return loss
+
+        for call in (lambda: training.optimizer.step(closure), lambda: training.optimizer.step(closure=closure)):
+            with pytest.raises(NonFiniteGradient):
+                call()
+
+    assert errors_of(2, train, nonfinite="raise") == ["", ""]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
@@ -667,10 +708,16 @@ def backward_before_wait(training: Training) -> None:
     training.module.forward(training.batch(), "012").square().sum().backward()
 
 
+def steps_within(training: Training) -> None:
+    training.module.units[0].weight.register_post_accumulate_grad_hook(lambda _: training.optimizer.step())  # type: ignore[no-untyped-call]
+    training.backward()
+
+
 MISUSES: list[tuple[Callable[[Training], object], str]] = [
     (reduces_twice, "gradients are being synchronized already"),
     (lambda training: training.sync.reduce_gradients_async(), "there is nothing to reduce"),
     (backward_before_wait, "a backward began while gradients are being synchronized"),
+    (steps_within, "an optimizer steps within a backward"),
 ]
 
 
@@ -723,6 +770,18 @@ def test_a_closed_model_leaves_nothing_and_its_backwards_are_its_own(strategy: s
     assert one_process.num_hooks_of_torch() == num_before
 
 
+def test_a_backward_after_close_warns() -> None:
+    def train(training: Training) -> None:
+        loss = training.module(training.batch(), "012").square().sum()
+        training.sync.close()
+        loss.backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert errors_of(2, train) == ["", ""]
+    assert ["this backward averages nothing" in str(each.message) for each in caught] == [True] * 2
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("change", [add, freeze])
 def test_traces_are_those_of_the_present_plan(strategy: str, change: Callable[[Training], None]) -> None:
@@ -740,3 +799,15 @@ def test_traces_are_those_of_the_present_plan(strategy: str, change: Callable[[T
         assert num_traces == first + (first if change is add else [0, 1, 1, 2])  # ranks meet about new ones before the forward
 
     assert errors_of(2, train, strategy=strategy) == ["", ""]
+
+
+def test_skipped_steps_are_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    def train(training: Training) -> None:
+        for _ in range(5):
+            training.module.zero_grad()
+            (training.module(training.batch(), "012").square().sum() * float("nan")).backward()
+            training.optimizer.step()
+        assert training.sync.report().num_skipped == 5
+
+    assert errors_of(2, train, nonfinite="skip") == ["", ""]
+    assert [record.message.partition(" Steps like this so far: ")[2][:2] for record in caplog.records] == ["", "2.", "4."]
