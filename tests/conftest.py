@@ -1,14 +1,18 @@
-"""Settings of all tests."""
+"""Settings and fixtures of all tests."""
 
 import contextlib
+import shlex
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from support import selection, warm
+from support.cli import Ended, Undertow
 from support.ranks import RankPools, Ranks
+from undertow.cli import main
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
@@ -89,3 +93,17 @@ def fresh_pair() -> Iterator[Ranks]:
     """Two ranks of the test's own, which may be left in any state."""
     with Ranks(2) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def undertow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Undertow:
+    """Calls the command with a line of arguments and more of them, in a terminal that is wide enough for all it prints."""
+
+    def call(line: str, *more: object, columns: int = 200) -> Ended:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "argv", ["undertow", *shlex.split(line), *map(str, more)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(ended.value.code, *capsys.readouterr())  # type: ignore[arg-type]
+
+    return call
