@@ -43,7 +43,13 @@ def power_state(rank: int = 1, *, start: int = 2) -> PowerSGDState:
 
 HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
     "allreduce": lambda: (None, default.allreduce_hook),
+    "allreduce of a group": lambda: (dist.group.WORLD, default.allreduce_hook),
     "fp16": lambda: (None, default.fp16_compress_hook),
+    "fp16, wrapped": lambda: (None, default.fp16_compress_wrapper(default.allreduce_hook)),
+}
+BRAIN_HOOKS: dict[str, Callable[[], tuple[Any, Hook]]] = {
+    "bf16": lambda: (None, default.bf16_compress_hook),
+    "bf16, wrapped": lambda: (None, default.bf16_compress_wrapper(default.allreduce_hook)),
 }
 
 
@@ -98,9 +104,10 @@ def mean_in_bfloat16(bare: nn.Module) -> None:
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
-def test_the_bfloat16_hook_reduces_on_the_cpu_where_torch_refuses_it() -> None:
+@pytest.mark.parametrize("name", BRAIN_HOOKS)
+def test_bfloat16_hooks_reduce_on_the_cpu_where_torch_refuses_them(name: str) -> None:
     bare = mlp()
-    with hooked(copy.deepcopy(bare), None, default.bf16_compress_hook) as ddp:
+    with hooked(copy.deepcopy(bare), *BRAIN_HOOKS[name]()) as ddp:
         backward_alike(ddp, bare, MLP.loss, mean=mean_in_bfloat16)
 
 

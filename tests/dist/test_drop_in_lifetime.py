@@ -401,7 +401,7 @@ def _target(descriptor: str) -> str:
 @in_ranks(2)
 @pytest.mark.parametrize("name", WRAPS)
 def test_nothing_is_left_of_many_wraps(name: str) -> None:
-    for number in range(20):
+    for number in range(40):
         if number == 10:
             dist.barrier()
             after_10 = held_at_rest()

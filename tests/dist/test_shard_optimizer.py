@@ -153,6 +153,17 @@ def test_it_is_taken_over_between_its_step_and_its_schedulers() -> None:
         assert "AdamW steps on parameters that a ShardedOptimizer updates" in text_of(PhaseError, plain.step)
 
 
+@in_ranks(2)
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    with wrapped() as ddp:
+        schedule = lr_scheduler.StepLR(other := made(ddp), 1)
+        given = made(ddp)
+        text = text_of(ConfigError, lambda: shard_optimizer(given, ddp, schedulers=[schedule]))
+        assert text.startswith("AdamW cannot be taken over: StepLR is not a scheduler of it.")
+        assert "as schedulers=[...]" in text
+        assert schedule.optimizer is other
+
+
 class Named(torch.optim.AdamW):
     """Has a setting that is not in its groups."""
 
