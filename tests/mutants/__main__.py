@@ -65,14 +65,14 @@ def tell(results: Path, row: Row) -> None:
 
 
 def table(results: Path) -> None:
-    reasons = {Mutant(**row["mutant"]): row["reason"] for row in rows(EQUIVALENT)}
+    reasons = {Mutant(**row["mutant"]).change: row["reason"] for row in rows(EQUIVALENT)}
     of_suite = {Mutant(**row["mutant"]): row for row in rows(results)}  # the last one counts
     uncaught = {mutant: row for mutant, row in of_suite.items() if not row["failure"]}
-    alike = uncaught.keys() & reasons.keys()
-    print(f"{len(of_suite)} mutants: {len(of_suite) - len(uncaught)} caught, {len(alike)} change nothing,", end=" ")
-    print(f"{len(uncaught) - len(alike)} survive")
+    num_alike = sum(mutant.change in reasons for mutant in uncaught)
+    print(f"{len(of_suite)} mutants: {len(of_suite) - len(uncaught)} caught, {num_alike} change nothing,", end=" ")
+    print(f"{len(uncaught) - num_alike} survive")
     for mutant, row in uncaught.items():
-        why = reasons.get(mutant, f"survives {row['tried']} of {row['reaching']} tests")
+        why = reasons.get(mutant.change, f"survives {row['tried']} of {row['reaching']} tests")
         print(f"- {mutant.place}, `{mutant.before.strip()}` -> `{mutant.after.strip()}`: {why}")
 
 

@@ -43,6 +43,11 @@ class Mutant(NamedTuple):
     def place(self) -> str:
         return f"{Path(self.file).relative_to(PACKAGE)}:{self.line} {self.function}"
 
+    @property
+    def change(self) -> tuple[str, str, str, str]:
+        """The same wherever the lines of the file have moved to."""
+        return self.file, self.function, self.before.strip(), self.after.strip()
+
     def line_in(self, root: Path) -> int:
         """Returns the number of the line in a checkout, or 0: the nearest equal line in a function of that name."""
         source = (root / self.file).read_text(encoding="utf-8") if (root / self.file).exists() else ""

@@ -459,7 +459,7 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
             config=SyncConfig(strategy="hybrid"),
         )
     ) as sync:
-        sync._engine.current_plan.open()
+        sync._engine.current_plan.open_group()
 
 
 def global_values(model: undertow.DistributedDataParallel, name: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ import contextlib
 import copy
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -277,11 +277,11 @@ class FakeCollectives:
         _thread.rank.exchanges.add(self)
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, parcel: Parcel, *, trailer: Tensor, pack: Callable[[], object] | None = None
+        self, storage: Tensor, shard: Tensor, parcel: Parcel, *, trailer: Tensor, fill: Callable[[], object] | None = None
     ) -> Handle:
-        if pack is not None:
+        if fill is not None:
             with torch.no_grad():
-                pack()
+                fill()
         rank = self.group.rank
 
         def take(brought: list[tuple[list[Tensor], Tensor]]) -> None:
@@ -531,6 +531,16 @@ def decides(
         formats = tuple(wires) or (None,) * len(groups)
         decision = Decision(outcome=Outcome.MOVE, groups=tuple(map(tuple, groups)), wires=formats)
     return mock.patch.object(Tuner, "decide", return_value=decision)
+
+
+def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:
+    """Gathers of parameters that a rank has not waited for."""
+    return sum(each._in_flight for each in exchanges)
+
+
+def cut_bytes(sync: GradientSync) -> int:
+    """The size of buckets at which torch.compile cuts graphs."""
+    return sync._cut_bytes()
 
 
 def num_hooks_of_torch() -> int:

@@ -201,8 +201,8 @@ class LiveBucket(ABC):
         self.memory = BucketMemory(spec, () if spec.is_sparse else self.params)
         group = shared.reducer.group
         # A separate message, in full width, is summed and not averaged.
-        is_apart = spec.wire is not None or self.reduction is OpKind.REDUCE_SCATTER
-        divisor = 1 if is_apart else group.num_ranks
+        is_summed = spec.wire is not None or self.reduction is OpKind.REDUCE_SCATTER
+        divisor = 1 if is_summed else group.num_ranks
         self.trailer = TrailerCodec(spec, self.memory.trailer, divisor=divisor, rank=group.rank)
         # bytes that are passed to collectives; 0 if a communication hook sends them
         self.wire_bytes = spec.wire_bytes if shared.reducer.hook is None else 0
@@ -248,12 +248,12 @@ class LiveBucket(ABC):
         """
 
     @abstractmethod
-    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
+    def launch(self, *, keeps_own: bool, keeps_earlier: bool) -> None:
         """Sends the packed gradients and the trailer.
 
         Args:
             keeps_own: A copy of this rank's gradients is kept if the reduction rounds them.
-            is_apart: The result must not replace an earlier one; only shards have memory for that.
+            keeps_earlier: An earlier result stays in its memory; only shards have memory for both.
         """
 
     def launch_across(self) -> None:
@@ -436,7 +436,7 @@ class DenseBucket(LiveBucket):
         self._make_parcels()
         self._is_hooked = shared.reducer.hook is not None and bool(spec.slots)
         self._reduce_flat = shared.reducer.reducing(getattr(torch, spec.dtype))
-        self._own: Tensor | None = None  # a copy of its memory before the last reduction
+        self._before_rounding: Tensor | None = None  # a copy, by the last reduction
         # The previous `.grad` of positions that are unused on this rank; of those that lie in the
         # bucket copies, because the reduction overwrites them.
         self._kept: dict[int, Tensor | None] = {}
@@ -535,14 +535,14 @@ class DenseBucket(LiveBucket):
         for view in absent:
             view.zero_()
 
-    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
+    def launch(self, *, keeps_own: bool, keeps_earlier: bool) -> None:
         reducer, flat = self.shared.reducer, self.memory.flat
         for gap in self.memory.gaps:
             gap.zero_()
         if reducer.finite is not None:
             self._mark_nonfinite(self.values())
         is_kept = keeps_own and reducer.rounds(self.spec, self.shared.plan)
-        self._own = flat.clone() if is_kept else None
+        self._before_rounding = flat.clone() if is_kept else None
         self.marks.launched = self.shared.recorder.mark()
         if self._is_hooked:
             self.handles = self._reduce_with_trailer(self.values())
@@ -582,9 +582,9 @@ class DenseBucket(LiveBucket):
         return any(map(self._is_bound, range(len(self.params)))) or super().has_result()
 
     def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
-        if self._own is None:
+        if self._before_rounding is None:
             return {}
-        own = zip(self.spec.params, self.memory.views_of(self._own), strict=True)
+        own = zip(self.spec.params, self.memory.views_of(self._before_rounding), strict=True)
         return {
             param: (gradient, self._is_bound(position))
             for position, (param, gradient) in enumerate(own)
@@ -602,8 +602,8 @@ class DenseBucket(LiveBucket):
         self._keep(self._late.values())
         for position, grad in self._late.items():
             views[position].add_(grad)  # which may be sparse
-        if self._own is not None:
-            self._own[: values.numel()] += values
+        if self._before_rounding is not None:
+            self._before_rounding[: values.numel()] += values
         return (values,)
 
     @torch.no_grad()
@@ -635,7 +635,7 @@ class SparseBucket(LiveBucket):
             param.grad = None
         return unused
 
-    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
+    def launch(self, *, keeps_own: bool, keeps_earlier: bool) -> None:
         self._mark_nonfinite(self._values)
         self.marks.launched = self.shared.recorder.mark()
         self.handles = self._reduce_with_trailer(self._values)

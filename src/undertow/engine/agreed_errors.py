@@ -92,8 +92,8 @@ def require_sound(
         )
     if "settings" in ended.found.unlike and not ended.has_failed:
         raise settings_differ(places(text_of(ended.terms.settings)), where=where)
-    if ended.found.apart is not None and not ended.has_failed:
-        raise ended.found.apart
+    if ended.found.mismatch is not None and not ended.has_failed:
+        raise ended.found.mismatch
 
 
 def text_of(settings: Settings) -> str:

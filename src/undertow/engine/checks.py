@@ -336,7 +336,6 @@ class Checks:
     @torch.no_grad()
     def _send(self, ended: Round) -> _Sent:
         current_plan, group = self._current_plan, self._current_plan.group
-        current_plan.wait_for_parameters()
         named_params = [*current_plan.hooks.named_params, *current_plan.members.common_frozen]
         named_params = [(name, param) for name, param in named_params if _has_bits(param)]
         # The parameters of a rank that shadows the others may differ.

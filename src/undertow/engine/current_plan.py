@@ -107,7 +107,7 @@ class CurrentPlan:
         """
         return self.compiled.has_result()
 
-    def open(self) -> None:
+    def open_group(self) -> None:
         """Creates Undertow's process group and compares the ranks.
 
         A collective call the first time. Raises PlanMismatch.
@@ -347,7 +347,8 @@ class CurrentPlan:
         now = dataclasses.replace(
             self.compiled.plan, params=tuple(specs), num_shards=self.group.user.num_shards
         )
-        return sharded_plan(now, hooks, self.compiled.reducer.config)
+        order = None if hooks.tuning is None else hooks.tuning.order()
+        return hooks.next_plan or sharded_plan(now, order, self.compiled.reducer.config)
 
     def follow_layout(self, plan: Plan, layout: Layout, *, keeps_owners: bool) -> None:
         """Lays out the same parameters as `layout` says.
@@ -470,12 +471,8 @@ def order_of(plan: Plan) -> list[int]:
     return [param for bucket in plan.buckets for param in bucket.params]
 
 
-def sharded_plan(now: Plan, hooks: ParamHooks, config: SyncConfig) -> Plan:
-    """Returns the plan for shards, the pinned plan, or the plan to which a sharded optimizer
-    moves."""
-    order = None if hooks.tuning is None else hooks.tuning.order()
-    if hooks.next_plan is not None:
-        return hooks.next_plan
+def sharded_plan(now: Plan, order: Sequence[int] | None, config: SyncConfig) -> Plan:
+    """Returns the pinned plan for shards, or one in this order; without one in the order of now."""
     if config.plan is not None:
         return first_plan(now.params, config, num_ranks=now.num_ranks, num_shards=now.num_shards)
     return plan_in_order(

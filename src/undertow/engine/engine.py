@@ -52,9 +52,9 @@ class Engine:
         self._round: Round | None = None  # the one under way
         # After a backward that has failed, the next gradient looks whether there is a round.
         self._end = OutermostEnd(
-            self._backward_ends, lambda: self.current_plan.hooks.arrivals.forget_traversal()
+            self._backward_ends, lambda: self.current_plan.hooks.arrivals.forget_backward()
         )
-        listeners = Listeners(self, self._enter, self._arrives_outside)
+        listeners = Listeners(self, self._first_gradient_arrives, self._arrives_outside)
         self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
         self.siblings: SiblingEngines  # set by the owner
         self.checks = Checks(self.current_plan, config)
@@ -164,8 +164,7 @@ class Engine:
         if has_buffers and (self.is_accumulating or progress.num_forwards_before > 1):
             return
         if progress.num_rounds == 0:
-            current_plan.open()
-        current_plan.wait_for_parameters()
+            current_plan.open_group()
         current_plan.find_change()
         current_plan.adopt_plan()
         hooks = current_plan.hooks
@@ -185,7 +184,7 @@ class Engine:
     # A backward.
 
     @private.untraced
-    def _enter(self, task: int) -> None:
+    def _first_gradient_arrives(self, task: int) -> None:
         """Called with the first gradient in backward `task`."""
         if self._round is None or self._is_between_rounds():
             hooks = self.current_plan.hooks
@@ -295,7 +294,7 @@ class Engine:
         is_overtaken = current_plan.hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
         conclude = self._conclude if is_synchronized else self._conclude_accumulation
-        opened = Round(
+        begun = Round(
             kind=kind,
             is_last=not self.is_accumulating,
             op=op,
@@ -304,20 +303,20 @@ class Engine:
         )
         if is_synchronized:
             if progress.num_rounds == 0:
-                current_plan.open()
+                current_plan.open_group()
             current_plan.adopt_plan()  # most rounds have none
             progress.gradients = Gradients.INCOMPLETE
         current_plan.hooks.arrivals.reset()
-        self._round = opened
+        self._round = begun
         self.recorder.backward_begins(generation=current_plan.compiled.generation)
         if current_plan.change is None:
-            self._start(opened)
+            self._start(begun)
 
-    def _start(self, opened: Round) -> None:
+    def _start(self, begun: Round) -> None:
         """Starts the round under the plan in force."""
         current_plan, progress, checks = self.current_plan, self.progress, self.checks
         hooks, steps = current_plan.hooks, progress.steps
-        is_telling = opened.kind is RoundKind.REDUCE
+        is_telling = begun.kind is RoundKind.REDUCE
         loaded = checks.loads.digest() if is_telling and checks.loads.before else 0
         tuning = hooks.tuning
         is_measured = (
@@ -326,15 +325,15 @@ class Engine:
         is_checked = checks.are_on and checks.must_be_read(progress.num_rounds)
         terms = Terms(
             number=progress.num_rounds,
-            mode=None if opened.kind is RoundKind.SHADOW else steps.mode,
+            mode=None if begun.kind is RoundKind.SHADOW else steps.mode,
             settings=steps.settings,
             loaded=loaded,
             digests={"settings": steps.digest, "loaded": loaded} if is_telling else {},
-            rescale=progress.rescale * (current_plan.group.num_ranks if opened.op == "sum" else 1),
+            rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_measured or is_checked or loaded != 0,
-            keeps_own=progress.steps_in_shards and opened.op is None,
+            keeps_own=progress.steps_in_shards and begun.op is None,
         )
-        opened.start(current_plan.compiled, hooks, terms)
+        begun.start(current_plan.compiled, hooks, terms)
 
     def _set_stage(self, ending: Round) -> None:
         self.recorder.backward_ends()
@@ -344,20 +343,16 @@ class Engine:
             # Gradients stay where they are until the ranks have met.
             ending.stage = partial(self._conclude_accumulation, ending)
         else:
-            ending.stage = self._late_stage(ending)
+            ending.stage = self._meeting_stage(ending)
         ending.has_ended = True  # last: an error before leaves a backward that has failed
 
-    def _late_stage(self, ending: Round) -> Stage:
-        """Returns the first stage of a round that has not started: it waited for a change."""
-        current_plan = self.current_plan
-        current_plan.find_change()
-        start = partial(self._start_late, ending)
-        if current_plan.change is None:
-            return start
-        hooks = current_plan.hooks
+    def _meeting_stage(self, ending: Round) -> Stage:
+        """Returns the first stage of a round that has not started, because of a change."""
+        hooks = self.current_plan.hooks
         are_used = self.progress.has_begun or bool(
             hooks.arrivals.arrived or hooks.arrived_before or hooks.outside
         )
+        start = partial(self._start_late, ending)
         return self._meeting(ending.kind, are_used=are_used, then=start).begin
 
     def _meeting(self, kind: RoundKind, *, are_used: bool, then: Stage | None = None) -> Meeting:
@@ -384,7 +379,7 @@ class Engine:
         difference = self.checks.compare_loaded(ended)
 
         def conclude() -> None:
-            ended.found.apart = difference()
+            ended.found.mismatch = difference()
             self._judge(ended)
 
         return conclude
@@ -458,7 +453,7 @@ class Engine:
         self._end.forget()
         arrivals = self.current_plan.hooks.arrivals
         arrivals.on_full = no_round
-        arrivals.forget_traversal()
+        arrivals.forget_backward()
 
     def _abandon(self) -> None:
         """Ends a round that an exception in backward has left open, and waits for one that was

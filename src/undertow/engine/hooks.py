@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from undertow.device import Device
 from undertow.engine.tuning import Tuning
 from undertow.plan import Plan
-from undertow.schedule.tracker import Arrivals, BucketArrivals
+from undertow.schedule.arrivals import Arrivals, BucketArrivals
 from undertow.torch_private import private
 from undertow.tune import Tuner
 
@@ -99,8 +99,8 @@ class ParamHooks:
             [bucket.params for bucket in plan.buckets],
             self.params,
             on_full=no_round,
-            traversal=private.graph_task_id,
-            on_traversal=listeners.on_backward,
+            backward_id=private.graph_task_id,
+            on_backward=listeners.on_backward,
             stream_of=self._stream_of,
         )
         self.arrivals.owner = listeners.owner

@@ -77,7 +77,6 @@ class Meeting:
 
     def _require_alike(self) -> Stage | None:
         self._agreement.require()
-        self._plans.wait_for_parameters()  # before others are written
         if not self._new:
             return self._end()
         values = fingerprints([param for _, param in self._new], device=self._group.device)

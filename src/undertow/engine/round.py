@@ -95,7 +95,10 @@ class CompiledPlan:
 
     @cached_property
     def group(self) -> OwnGroup:
-        """The ranks that its reductions wait for."""
+        """The ranks that its reductions wait for.
+
+        With shards over another clone than `reducer.group`, which late gradients use.
+        """
         return self.layout.group
 
     @cached_property
@@ -278,7 +281,7 @@ class Findings:
     # bucket -> positions, on any rank
     nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()  # of each rank
-    apart: ReplicaMismatch | None = None  # the error, if load_state_dict has made replicas differ
+    mismatch: ReplicaMismatch | None = None  # if load_state_dict has made replicas differ
 
     @property
     def late_buckets(self) -> list[int]:
@@ -442,7 +445,7 @@ class Round:
     def _launch(self, bucket: LiveBucket) -> None:
         bucket.launch(
             keeps_own=self.terms.keeps_own,
-            is_apart=self.has_failed or self.kind is RoundKind.RETIRE,
+            keeps_earlier=self.has_failed or self.kind is RoundKind.RETIRE,
         )
         recorder = self.compiled.recorder
         # At the end of the backward of one model, a single bucket is waited for at once: the end of

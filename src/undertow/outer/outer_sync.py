@@ -207,7 +207,7 @@ class OuterSync:
         """The number of this rank's replica."""
         return next(at for at, row in enumerate(self.places) if self.all_ranks.rank in row)
 
-    def open(self) -> None:
+    def open_group(self) -> None:
         """Creates the groups and compares the ranks; a collective call the first time."""
         if self._replicas is not None:
             return
@@ -222,7 +222,7 @@ class OuterSync:
             ).require()
         # Before more groups open: a rank that raises would close them under the others.
         given_turns(self._outer, self._tensors())
-        engine.current_plan.open()  # the ranks of the replica
+        engine.current_plan.open_group()  # the ranks of the replica
         if engine.current_plan.group.num_ranks == 1:
             members.ranks_agree()  # else the engine has compared them
         *rows, column = group.user.axes()
@@ -419,7 +419,7 @@ class OuterSync:
 
     def _begins(self) -> None:
         """Called before a forward or a step: follows parameters that were loaded."""
-        self.open()
+        self.open_group()
         if self._steps.is_loaded:
             self.reset()
 

@@ -61,11 +61,11 @@ class P2PCollectives:
         parcel: Parcel,
         *,
         trailer: Tensor,
-        pack: Task | None = None,
+        fill: Task | None = None,
     ) -> Handle:
         """Starts to write the mean over ranks of this rank's part of `storage` into `shard`.
 
-        The mean is the sum divided by the divisor. `pack` fills `storage` first. Every rank starts
+        The mean is the sum divided by the divisor. `fill` writes `storage` first. Every rank starts
         its reduce-scatters and all-reduces in the same order.
 
         storage: has the parts of `parcel`. `trailer` becomes its sum over ranks on every rank.
@@ -75,8 +75,8 @@ class P2PCollectives:
         tag = next(self._tags)
 
         def post() -> Task:
-            if pack is not None:
-                pack()
+            if fill is not None:
+                fill()
             sent = parcel.messages(storage, self._taken)
             values = self._exchange(sent, tag)
             # Separate messages: combining the two would halve their number but require adjacent
@@ -347,11 +347,11 @@ class BackendCollectives:
         parcel: Parcel,
         *,
         trailer: Tensor,
-        pack: Task | None = None,
+        fill: Task | None = None,
     ) -> Handle:
-        if pack is not None:
+        if fill is not None:
             with torch.no_grad():
-                pack()
+                fill()
         num_own = len(parcel.parts[self.group.rank])
         own = shard[:num_own]
         if parcel.is_narrow or self._in_order or not _are_equal(parcel.parts):

@@ -1,5 +1,6 @@
 """The ops of one step: lowered from a plan, printed, and released as gradients arrive."""
 
+from undertow.schedule.arrivals import Arrivals, Releases
 from undertow.schedule.lower import lower_accumulation, lower_data_parallel
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule
 from undertow.schedule.strategies import (
@@ -11,7 +12,6 @@ from undertow.schedule.strategies import (
     Strategy,
     strategy_named,
 )
-from undertow.schedule.tracker import Arrivals, Releases
 
 __all__ = [
     "DDP",

@@ -398,6 +398,7 @@ class ShardedBucket(DenseBucket):
         self._keep(it.added if isinstance(it, GradientPlaceholder) else it for it in grads)
 
     def pack(self, not_arrived: Collection[int]) -> list[int]:
+        """Takes the gradients; `launch` copies them, over gloo in the thread that sends."""
         self._copies = []
         self._before = {}
         live: set[int] = set()  # positions with an earlier part
@@ -414,13 +415,13 @@ class ShardedBucket(DenseBucket):
     def _copy_in(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
         self._copies.append(partial(super()._copy_in, start, grads, are_new=are_new))
 
-    def launch(self, *, keeps_own: bool, is_apart: bool) -> None:
+    def launch(self, *, keeps_own: bool, keeps_earlier: bool) -> None:
         memory = self.memory
-        self._reduced = torch.empty_like(self.shard) if is_apart or self.live else self.shard
+        self._reduced = torch.empty_like(self.shard) if keeps_earlier or self.live else self.shard
         self.marks.launched = self.shared.recorder.mark()
         copies = self._copies
 
-        def pack() -> None:
+        def fill() -> None:
             _make(copies)
             for gap in memory.gaps:
                 gap.zero_()
@@ -429,7 +430,7 @@ class ShardedBucket(DenseBucket):
         parcel, _ = self._parcels
         self.handles = [
             self._groups.shard.reduce_scatter(
-                memory.flat, self._reduced, parcel, trailer=memory.trailer, pack=pack
+                memory.flat, self._reduced, parcel, trailer=memory.trailer, fill=fill
             )
         ]
 

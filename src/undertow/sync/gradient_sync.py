@@ -528,7 +528,7 @@ class GradientSync:
         """
         self._require_open("ShardedOptimizer")
         if self._steps is None:
-            self._engine.current_plan.open()
+            self._engine.current_plan.open_group()
             self._steps = ShardedSteps(
                 self._module, self._engine, self._config, is_compiled=self._is_compiled
             )
@@ -539,7 +539,7 @@ class GradientSync:
     def _share(self, kinds: Collection[str], *, source: int = 0) -> None:
         """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts'
         groups; a collective call."""
-        (self._engine.current_plan if self.outer is None else self.outer).open()
+        (self._engine.current_plan if self.outer is None else self.outer).open_group()
         group = self._all_ranks
         if group.num_ranks == 1:
             return
@@ -564,7 +564,7 @@ class GradientSync:
         """
         if self._group.num_ranks == 1:
             return
-        self._engine.current_plan.open()
+        self._engine.current_plan.open_group()
         if self._members.common_buffers.buffers:
             averages = self._config.buffers == "mean"
             synchronize_buffers(

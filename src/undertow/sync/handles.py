@@ -132,7 +132,7 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
         raise refused("join", "mean_over_ranks", where=f"{_WHERE}, rank {group.rank}")
     # if a backward has failed here, the others still wait in its round
     all_of(*(engine.finish_round for engine in engines))
-    current_plan.open()
+    current_plan.open_group()
     return MeanOverRanks(group, mean)
 
 

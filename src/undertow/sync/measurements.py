@@ -89,7 +89,7 @@ def sweep(engine: Engine, config: SyncConfig) -> None:
     tuner, group = engine.current_plan.hooks.tuner, engine.current_plan.group
     if tuner is None:
         raise no_profile(config, group)
-    engine.current_plan.open()
+    engine.current_plan.open_group()
     with group.waiting("the measurement of the network"):
         tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.compiled.reducer))
 

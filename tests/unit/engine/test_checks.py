@@ -1,6 +1,7 @@
 """A step that is skipped changes nothing."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from support.checkpoints import require_equal
 from support.errors import text_of
 from support.strategies import spec
 from undertow.buckets.trailer import Reading
-from undertow.engine.checks import NonFinite
+from undertow.config import SyncConfig
+from undertow.engine.checks import Checks, NonFinite
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import NonFiniteGradient
 from undertow.plan import plan_from_groups
@@ -127,3 +129,12 @@ def test_the_first_of_several_rounds_of_a_step_is_named() -> None:
     assert text_of(NonFiniteGradient, lambda: judge.skips(optimizer)).startswith(text)
     judge.round_ends(a_round(True, number=6), PLAN)
     assert "on rank 1.\n  synchronization 6," in text_of(NonFiniteGradient, lambda: judge.skips(optimizer))
+
+
+@pytest.mark.parametrize(("policy", "every", "wanted"), [("ignore", None, ""), ("ignore", 3, "12 45"), ("skip", None, "012345")])
+def test_the_end_of_a_round_waits_for_trailers_if_the_next_step_needs_them(policy: str, every: int | None, wanted: str) -> None:
+    """The round before a comparison may be one: a synchronization that changes the parameters counts as two."""
+    group = SimpleNamespace(rank=0, num_ranks=2)
+    config = SyncConfig(nonfinite=policy, check_replicas_every=every)
+    checks = Checks(SimpleNamespace(group=group), config)  # type: ignore[arg-type]
+    assert [number for number in range(6) if checks.must_be_read(number)] == list(map(int, wanted.replace(" ", "")))

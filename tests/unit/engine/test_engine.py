@@ -1,6 +1,7 @@
 """Events of a step whose errors, or whose order, a program of steps does not show; on ranks in one process."""
 
 import contextlib
+import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -10,17 +11,28 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from support import one_process
 from support.models import noise
 from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
-from undertow import GradientSync, NonFiniteGradient, PeerFailed, PhaseError, PlanMismatch, ShardedOptimizer, UndertowError
+from undertow import (
+    ExpertGroup,
+    GradientSync,
+    NonFiniteGradient,
+    PeerFailed,
+    PhaseError,
+    PlanMismatch,
+    ShardedOptimizer,
+    UndertowError,
+)
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading
+from undertow.engine import tuning
 from undertow.errors import Desync, ReplicaMismatch
 from undertow.schedule import Op, OpKind
+from undertow.tune import Tuner
 
 EACH, LAYER, ONE = 0.00002, 0.00008, 25.0  # MiB: a parameter in each bucket, a layer, or all of them
 
@@ -151,19 +163,20 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all_and_the_next_is_sound(ca
     assert errors_of(2, train_after_another_step, bucket_cap_mb=cap) == ["", ""]
 
 
-def test_a_rank_that_fails_to_pack_keeps_no_other_waiting() -> None:
-    def train(training: Training) -> None:
+@pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.BIND])
+def test_a_rank_that_fails_to_pack_keeps_no_other_waiting_and_one_that_fails_to_bind_has_sent_all(kind: OpKind) -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+
         def fail(op: Op) -> None:
-            if op.kind is OpKind.PACK and op.bucket == 1:
+            if op.kind is kind and op.bucket == 1:
                 stop()
 
-        if training.rank.number == 1:
+        if rank.number == 1:
             one_process.at_each_op(training.sync, fail)
-        with pytest.raises(ZeroDivisionError if training.rank.number == 1 else RuntimeError):
+        fails = pytest.raises(ZeroDivisionError if rank.number == 1 else RuntimeError)
+        with contextlib.nullcontext() if kind is OpKind.BIND and rank.number == 0 else fails:
             training.backward()
-
-    def on_rank(rank: Rank) -> None:
-        train(Training(rank))
 
     ranks_of(2, on_rank)
 
@@ -247,8 +260,15 @@ def hook(training: Training) -> None:
     training.sync.register_comm_hook(None, mean)
 
 
-@pytest.mark.parametrize("change", [add, freeze, hook])
-def test_a_change_on_one_rank_only_is_a_mismatch_on_all(change: Callable[[Training], None]) -> None:
+DIFFERENCES = {
+    add: "parameter 6 is missing on rank 0 and 'units.3.weight' on rank 1",
+    freeze: "parameter 2 is 'units.1.weight' on rank 0 and 'units.2.weight' on rank 1",
+    hook: "communication hook is None on rank 0 and 'hook.<locals>.mean' on rank 1",
+}
+
+
+@pytest.mark.parametrize(("change", "difference"), DIFFERENCES.items())
+def test_a_change_on_one_rank_only_is_a_mismatch_on_all(change: Callable[[Training], None], difference: str) -> None:
     def train(training: Training) -> None:
         training.step()
         if training.rank.number == 1:
@@ -257,7 +277,36 @@ def test_a_change_on_one_rank_only_is_a_mismatch_on_all(change: Callable[[Traini
 
     errors = errors_of(2, train)
     assert all(error.startswith(PlanMismatch.__name__) for error in errors)
-    assert all("changed on rank 1 and not on rank 0" in error or "ranks disagree" in error for error in errors)
+    assert all(f"first difference: {difference}\n" in error for error in errors), errors
+
+
+def test_a_parameter_that_one_rank_has_replaced_by_an_equal_one_is_a_mismatch() -> None:
+    def train(training: Training) -> None:
+        training.step()
+        if training.rank.number == 1:
+            training.module.units[1] = made("linear", 1)
+        training.step()
+
+    text = "the parameters, or the communication hook, have changed on rank 1 and not on rank 0.\n  synchronization 1, rank"
+    errors = errors_of(2, train)
+    assert [error.partition("\n  Freeze")[0] for error in errors] == [
+        f"PlanMismatch: {text} 0",
+        f"PlanMismatch: {text} 1: a parameter was replaced",
+    ]
+
+
+def test_the_same_parameters_under_other_names_are_agreed_on_after_the_backward() -> None:
+    def train(training: Training) -> None:
+        training.step()
+        happened: list[str] = []
+        training.rank.at_start = happened.append
+        training.module.units[2].register_forward_hook(lambda *_: happened.append("forward"))
+        training.module.units[1] = nn.Sequential(training.module.units[1])
+        training.step()
+        assert happened[0] == "forward"
+        assert training.sync.plan.params[2].name == "units.1.0.weight"
+
+    assert errors_of(2, train) == ["", ""]
 
 
 @pytest.mark.parametrize("change", [add, freeze, hook])
@@ -313,6 +362,145 @@ def test_new_parameters_that_were_used_with_other_values_are_a_mismatch(rank: in
     assert all(error.startswith(PlanMismatch.__name__) for error in errors), errors
     assert all(f"had other values on rank {others} than on rank 0" in error for error in errors)
     assert all("parameter 'units.3.bias', synchronization 1, rank" in error for error in errors)
+
+
+def test_new_parameters_are_compared_after_a_second_backward_that_may_have_used_them() -> None:
+    """No forward has run since the first one, and no gradient tells that their values were used."""
+
+    def train(training: Training) -> None:
+        output = training.module(training.batch(), training.order)
+        output.sum().backward(retain_graph=True)
+        add(training)
+        values = training.module.units[3].bias.detach()
+        values += training.rank.number
+        (output * values).sum().backward()
+
+    errors = errors_of(2, train)
+    assert all("had other values on rank 1 than on rank 0" in error for error in errors), errors
+
+
+def test_parameters_that_are_lent_for_one_forward_stay_out_of_the_plan() -> None:
+    def train(training: Training) -> None:
+        training.step()
+        lent = {"units.0.bias": nn.Parameter(torch.zeros(WIDTH))}
+        training.module.zero_grad()
+        output = torch.func.functional_call(training.module, lent, (training.batch(), training.order))
+        output.square().sum().backward()
+        first, second = training.rank.gather(lent["units.0.bias"].grad)
+        assert not torch.equal(first, second)
+        first, second = training.rank.gather(training.module.units[1].bias.grad)
+        assert torch.equal(first, second)
+        assert training.sync.unused_parameters == ("units.0.bias",)
+        training.optimizer.step()
+
+    assert errors_of(2, train) == ["", ""]
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_part_that_is_trained_again_needs_no_forward_of_the_model(place: int) -> None:
+    def train(training: Training) -> None:
+        unit = training.module.units[place]
+        unit.requires_grad_(False)
+        training.step()
+        training.module.units[0].requires_grad_(False)
+        unit.requires_grad_(True)
+        training.module.zero_grad()
+        training.module.forward(training.batch(), training.order).square().sum().backward()
+        of_ranks = training.rank.gather(unit.bias.grad)
+        assert torch.equal(*of_ranks)
+
+    assert errors_of(2, train) == ["", ""]
+
+
+def test_a_gradient_outside_of_the_plan_that_a_hook_takes_away_starts_nothing() -> None:
+    def on_rank(rank: Rank) -> None:
+        module = Units("linear linear")
+        weight = module.units[1].weight
+        weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        module.units[1].requires_grad_(False)
+        sync = rank.attach(module)
+        module(noise(3, WIDTH), "01").sum().backward()
+        names: list[str] = []
+        rank.at_start = names.append
+        weight.requires_grad_(True)
+        module.units[1](noise(3, WIDTH)).sum().backward()
+        assert names == []
+        sync.close()
+
+    ranks_of(2, on_rank)
+
+
+def test_a_part_that_is_trained_in_another_model_starts_nothing_in_this_one() -> None:
+    def on_rank(rank: Rank) -> None:
+        first, second = Units("linear linear"), Units("linear linear")
+        second.units[0] = first.units[0]
+        first.units[0].requires_grad_(False)
+        sync, optimizer = rank.attach(first), torch.optim.SGD(first.units[1].parameters(), lr=0.0)
+        first(noise(3, WIDTH), "01").sum().backward()
+        optimizer.step()
+        first.units[0].requires_grad_(True)
+        other_sync = rank.attach(second)
+        names: list[str] = []
+        rank.at_start = names.append
+        first.units[1](noise(3, WIDTH)).sum().backward()
+        assert names == []
+        other_sync.close()
+        sync.close()
+
+    ranks_of(2, on_rank)
+
+
+def test_parts_that_came_late_once_are_waited_for_from_then_on() -> None:
+    def train(training: Training) -> None:
+        nums: list[int] = []
+
+        def count(name: str) -> None:
+            nums[-1] += name.startswith("all-reduce")
+
+        training.rank.at_start = count
+        for _ in range(3):
+            nums.append(0)
+            training.step()
+        assert nums == [8, 6, 6]
+
+    assert errors_of(2, train, "linear twice-reentrant linear") == ["", ""]
+
+
+def test_gradients_of_experts_are_divided_by_their_divisor_whatever_changes() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+        training.sync.close()
+        experts = (ExpertGroup(match="*", process_group=None, divisor=4.0),)
+        training.sync = rank.unopened(training.module, buffers="off", experts=experts, bucket_cap_mb=EACH)
+
+        def step() -> None:
+            training.module.zero_grad()
+            one_process.forward_begins(training.sync)
+            training.backward()
+            training.require_mean(of=4)
+
+        step()
+        last = training.module.units[2]
+        del training.module.units[2]
+        training.kinds, training.order = "linear linear", "01"
+        step()
+        last.bias.grad = None
+        last(noise(3, WIDTH)).sum().backward()  # nobody's expert any more
+        assert torch.equal(last.bias.grad, torch.full((WIDTH,), 3.0))
+        training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
+def test_narrow_gradients_accumulate_in_the_dtype_that_is_asked_for() -> None:
+    def train(training: Training) -> None:
+        training.step()
+        params = list(training.module.parameters())
+        assert [param.grad.dtype for param in params if param.grad is not None] == [torch.float32] * 4
+        training.sync.close()
+        assert all(param.grad.dtype == param.dtype for param in params if param.grad is not None)
+
+    assert errors_of(2, train, "bfloat16 linear", reduce_dtype="float32") == ["", ""]
 
 
 def test_a_parameter_that_is_unfrozen_in_its_backward_is_refused() -> None:
@@ -503,7 +691,8 @@ def test_ranks_move_if_only_the_formats_change(strategy: str, bucket_cap_mb: flo
         assert errors_of(2, train, strategy=strategy, bucket_cap_mb=bucket_cap_mb, wire="auto") == ["", ""]
 
 
-def test_the_plan_follows_rank_0s_order_from_the_second_step_on() -> None:
+@pytest.mark.parametrize("order", ["observed", "reverse"])
+def test_the_plan_follows_rank_0s_order_from_the_second_step_on(order: str) -> None:
     def train(training: Training) -> None:
         plans = []
         for _ in range(3):
@@ -512,10 +701,13 @@ def test_the_plan_follows_rank_0s_order_from_the_second_step_on() -> None:
             training.optimizer.step()
             plans.append(training.sync.plan.groups)
         names = [training.sync.plan.params[group[0]].name for group in plans[1]]
-        assert plans[0] != plans[1] == plans[2]
-        assert [name.split(".")[1] for name in names] == ["0", "0", "1", "1", "2", "2"]
+        assert (plans[0] != plans[1]) == (order == "observed")
+        assert plans[1] == plans[2]
+        assert "".join(name.split(".")[1] for name in names) == ("001122" if order == "observed" else "221100")
 
-    assert errors_of(2, train) == ["", ""]
+    with mock.patch.object(tuning, "Tuner", side_effect=Tuner) as tuner:
+        assert errors_of(2, train, order=order) == ["", ""]
+    assert [call.args for call in tuner.call_args_list] == [(None if order == "observed" else [5, 4, 3, 2, 1, 0],)] * 2
 
 
 @pytest.mark.parametrize(
@@ -539,6 +731,18 @@ def test_ranks_measure_once_and_send_nothing_else_afterwards(settings: dict[str,
         assert errors_of(2, train, order="observed", **settings) == ["", ""]
 
 
+def test_measurements_leave_buckets_of_a_given_size_alone() -> None:
+    def train(training: Training) -> None:
+        training.step()
+        training.step()
+        groups = training.sync.plan.groups
+        for _ in range(10):
+            training.step()
+        assert training.sync.plan.groups == groups
+
+    assert errors_of(2, train, "linear " * 20, wire="auto") == ["", ""]
+
+
 def test_a_copied_model_opens_its_group_in_its_first_synchronization() -> None:
     def on_rank(rank: Rank) -> None:
         training = Training(rank)
@@ -553,6 +757,46 @@ def test_a_copied_model_opens_its_group_in_its_first_synchronization() -> None:
     ranks_of(2, on_rank)
 
 
+def test_a_gradient_that_was_written_before_a_hook_counts() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+        training.sync.close()
+        training.sync = rank.unopened(training.module, buffers="off")
+        bias = training.module.units[0].bias
+        bias.grad = torch.full((WIDTH,), 1.0 + 2.0 * rank.number)
+        hook(training)
+        one_process.forward_begins(training.sync)
+        training.backward("12")
+        assert torch.equal(bias.grad, torch.full((WIDTH,), 2.0))
+        training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
+@pytest.mark.parametrize(("num_ranks", "wanted"), [(1, 0), (2, 4 * 600 * 512)])
+def test_compiled_graphs_are_cut_at_large_buckets_of_several_ranks(num_ranks: int, wanted: int) -> None:
+    def on_rank(rank: Rank) -> int:
+        sync = rank.attach(nn.Linear(512, 600, bias=False))
+        cut_bytes = one_process.cut_bytes(sync)
+        sync.close()
+        return cut_bytes
+
+    assert ranks_of(num_ranks, on_rank) == [wanted] * num_ranks
+
+
+def test_torchs_profiler_has_the_ops_by_name() -> None:
+    def on_rank(rank: Rank) -> list[str]:
+        training = Training(rank, bucket_cap_mb=ONE)
+        with torch.profiler.profile() if rank.number == 0 else contextlib.nullcontext() as profile:
+            training.step()
+            rank.gather(None)
+        training.sync.close()
+        return [] if profile is None else [event.name for event in profile.events() if event.name.startswith("undertow.")]
+
+    names, _ = ranks_of(2, on_rank)
+    assert names == ["undertow.pack b0", "undertow.all_reduce b0", "undertow.bind b0"]
+
+
 def test_a_model_closes_when_its_parameters_have_arrived() -> None:
     def train(training: Training) -> None:
         optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.5)
@@ -563,6 +807,39 @@ def test_a_model_closes_when_its_parameters_have_arrived() -> None:
         assert torch.equal(first, second)
 
     assert errors_of(2, train, strategy="zero1") == ["", ""]
+
+
+def test_a_dropped_model_waits_for_its_parameters() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank, strategy="zero1")
+        training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.5)
+        training.step()
+        exchanges = set(rank.exchanges)
+        assert one_process.num_in_flight(exchanges) > 0
+        rank.gather(None)  # the collector frees models of any rank in any thread, and must find all of them sent
+        del training
+        rank.gather(None)
+        if rank.number == 0:  # for all threads
+            gc.collect()
+        rank.gather(None)
+        assert one_process.num_in_flight(exchanges) == 0
+
+    ranks_of(2, on_rank)
+
+
+def test_gradients_are_sent_when_all_parameters_have_arrived() -> None:
+    def train(training: Training) -> None:
+        training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        nums: list[int] = []
+        training.rank.at_start = lambda name: nums.append(one_process.num_in_flight(training.rank.exchanges) * ("reduce" in name))
+        for step in range(12):
+            training.optimizer.zero_grad()  # which waits for none
+            training.backward("0" if step > 1 else None)  # other parameters are still on their way when backward begins
+            training.optimizer.step()
+        assert not any(nums)
+
+    with one_process.decides([[0, 1], [2, 3, 4, 5]]):
+        assert errors_of(2, train, strategy="zero1", bucket_cap_mb=None) == ["", ""]
 
 
 def test_a_bucket_leaves_when_its_last_gradient_arrives_and_the_last_one_after_backward() -> None:
@@ -730,9 +1007,11 @@ def test_a_misuse_is_refused(misuse: Callable[[Training], object], text: str) ->
     assert all(f"PhaseError: {text}" in error for error in errors_of(2, train))
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
 @pytest.mark.parametrize("is_cleared", [True, False])
-def test_an_optimizer_that_uses_gradients_of_the_bare_module_is_warned_of_once(is_cleared: bool) -> None:
+def test_an_optimizer_that_uses_gradients_of_the_bare_module_is_warned_of_once(is_cleared: bool, is_frozen: bool) -> None:
     def train(training: Training) -> None:
+        training.module.units[0].requires_grad_(not is_frozen)
         training.step()
         training.module.zero_grad()
         training.module.forward(training.batch(), "12").square().sum().backward()
@@ -765,6 +1044,7 @@ def test_a_closed_model_leaves_nothing_and_its_backwards_are_its_own(strategy: s
             assert torch.equal(param.grad, own)  # type: ignore[arg-type]
         training.sync.close()
 
+    gc.collect()  # models of other tests
     num_before = one_process.num_hooks_of_torch()
     ranks_of(2, on_rank)
     assert one_process.num_hooks_of_torch() == num_before
@@ -799,6 +1079,45 @@ def test_traces_are_those_of_the_present_plan(strategy: str, change: Callable[[T
         assert num_traces == first + (first if change is add else [0, 1, 1, 2])  # ranks meet about new ones before the forward
 
     assert errors_of(2, train, strategy=strategy) == ["", ""]
+
+
+def test_a_trace_has_the_forward_and_the_backward() -> None:
+    def train(training: Training) -> None:
+        for _ in range(4):
+            training.step()
+        forward, backward = training.sync.traces()[-1].events[:2]
+        assert [forward.kind, backward.kind] == ["forward", "backward"]
+        assert forward.start_us == 0 < forward.stop_us == backward.start_us
+
+    assert errors_of(2, train) == ["", ""]
+
+
+def test_a_reduction_is_complete_when_every_rank_has_sent() -> None:
+    def train(training: Training) -> None:
+        accumulate(training)
+        if training.rank.number == 0:
+            reduction = training.sync.reduce_gradients_async()
+            assert not reduction.is_completed()
+        training.rank.gather(None)
+        if training.rank.number == 1:
+            reduction = training.sync.reduce_gradients_async()
+        training.rank.gather(None)
+        assert reduction.is_completed()
+        reduction.wait()
+        assert reduction.is_completed()
+
+    assert errors_of(2, train) == ["", ""]
+
+
+def test_a_signal_handler_may_wait_while_buckets_are_sent() -> None:
+    def train(training: Training) -> None:
+        accumulate(training)
+        training.rank.at_start = lambda _: training.sync.wait()
+        training.sync.reduce_gradients_async().wait()
+        training.rank.at_start = str
+        training.require_mean()
+
+    assert errors_of(2, train) == ["", ""]
 
 
 def test_skipped_steps_are_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:

@@ -263,7 +263,7 @@ def test_what_is_behind_a_failure_fails_with_it() -> None:
             raise ZeroDivisionError("while packing")
 
         handle = exchanges.all_reduce_behind(
-            exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), whole(2, 2), trailer=torch.zeros(2), pack=fail),
+            exchanges.reduce_scatter(torch.zeros(8), torch.zeros(2), whole(2, 2), trailer=torch.zeros(2), fill=fail),
             torch.zeros(2),
             whole(2, 1),
             trailer=torch.zeros(2),

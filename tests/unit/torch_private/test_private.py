@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from undertow.schedule import Arrivals, tracker
+from undertow.schedule import Arrivals
+from undertow.schedule import arrivals as arrivals_module
 from undertow.torch_private import private
 
 
@@ -79,12 +80,12 @@ def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_th
 
     full: list[int] = []
     param = ones(1)
-    arrivals = Arrivals([[0]], [param], on_full=full.append, traversal=lambda: 0, on_traversal=lambda _: None)
+    arrivals = Arrivals([[0]], [param], on_full=full.append, backward_id=lambda: 0, on_backward=lambda _: None)
     hook = private.hook_gradients(param, arrivals.hooks[0])
     torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
     hook.remove()
     compiled = {code for ref in input_codes.seen if (code := ref()) is not None}
-    names = [code.co_name for code in compiled if code.co_filename == tracker.__file__]
+    names = [code.co_name for code in compiled if code.co_filename == arrivals_module.__file__]
     assert (full, names) == ([0], [])
 
 

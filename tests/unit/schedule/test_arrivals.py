@@ -30,7 +30,7 @@ AFTER_REPEATS = ["0:", "1: pack b0, all_reduce b0", "0:", "repeats: True", "lear
 def arrivals_of(
     buckets: Sequence[Sequence[int]], num_params: int, *, on_full: Callable[[int], object], **more: Callable[..., Any]
 ) -> Arrivals:
-    given = {"traversal": lambda: 7, "on_traversal": lambda _traversal: None, **more}
+    given = {"backward_id": lambda: 7, "on_backward": lambda _backward: None, **more}
     return Arrivals(buckets, range(num_params), on_full=on_full, **given)
 
 
@@ -217,17 +217,17 @@ def test_remembered_rounds_release_what_the_interpreter_does(case: Case, data: s
 
 
 class Heard:
-    """Arrivals in the traversal 7, and all that is called as they come."""
+    """Arrivals in the backward 7, and all that is called as they come."""
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
         self.calls: list[str] = []
-        self.traversal = 7
+        self.backward = 7
         self.arrivals = Arrivals(
             buckets,
             range(1 + max(param for bucket in buckets for param in bucket)),
             on_full=lambda bucket: self.calls.append(f"b{bucket}"),
-            traversal=lambda: self.traversal,
-            on_traversal=lambda traversal: self.calls.append(f"first in {traversal}"),
+            backward_id=lambda: self.backward,
+            on_backward=lambda backward: self.calls.append(f"first in {backward}"),
         )
 
     def after(self, event: str) -> str:
@@ -242,12 +242,12 @@ CALLS: dict[str, Callable[..., Any]] = {
     "each": lambda it: vars(it.arrivals).update(at_each=lambda param: it.calls.append(f"p{param}")),
     "none": lambda it: vars(it.arrivals).update(at_each=None),
     "note": lambda it, param: it.arrivals.note([int(param)]),
-    "enter": lambda it, traversal: vars(it).update(traversal=int(traversal)),
+    "enter": lambda it, backward: vars(it).update(backward=int(backward)),
     "regroup": lambda it, *buckets: it.arrivals.regroup([tuple(map(int, bucket)) for bucket in buckets]),
     "state": lambda it: f"arrived {sorted(it.arrivals.arrived)}, repeats {it.arrivals.has_repeats}",
     "learn_repeats": lambda it: it.arrivals.learn_repeats(),
     "reset": lambda it: it.arrivals.reset(),
-    "forget_traversal": lambda it: it.arrivals.forget_traversal(),
+    "forget_backward": lambda it: it.arrivals.forget_backward(),
 }
 
 
@@ -278,9 +278,9 @@ CALLS: dict[str, Callable[..., Any]] = {
             [(1, 0), (2,)],
             [
                 *("2: first in 7, b1", "enter 8:", "1: first in 8", "0: b0", "2:", "0:"),
-                *("enter 7:", "0: first in 7", "1:", "forget_traversal:", "1: first in 7", "0:"),
+                *("enter 7:", "0: first in 7", "1:", "forget_backward:", "1: first in 7", "0:"),
             ],
-            id="a traversal is told of at the first arrival of a bucket, and when it is full",
+            id="a backward is told of at the first arrival of a bucket, and when it is full",
         ),
         pytest.param(
             [(0,), (1,)],
@@ -289,8 +289,8 @@ CALLS: dict[str, Callable[..., Any]] = {
         ),
         pytest.param(
             [(0, 1)],
-            ["0: first in 7", "1: b0", "forget_traversal:", "0: first in 7", "1:"],
-            id="a forgotten traversal is told again",
+            ["0: first in 7", "1: b0", "forget_backward:", "0: first in 7", "1:"],
+            id="a forgotten backward is told again",
         ),
     ],
 )
@@ -301,7 +301,7 @@ def test_arrivals(buckets: list[tuple[int, ...]], script: list[str]) -> None:
 
 def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
     # What was reset counts the gradient that is just being told.
-    arrivals = arrivals_of([(0, 1)], 2, on_full=int, on_traversal=lambda *_: arrivals.reset())
+    arrivals = arrivals_of([(0, 1)], 2, on_full=int, on_backward=lambda *_: arrivals.reset())
     arrivals.note([1])
     arrives(arrivals, 0)
     assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})
@@ -319,7 +319,7 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
     full: list[int] = []
     begins, has_counted = threading.Event(), threading.Event()
 
-    def begin(_traversal: int) -> None:
+    def begin(_backward: int) -> None:
         begins.set()
         assert not has_counted.wait(0.2)
         arrivals.reset()
@@ -329,7 +329,7 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
         arrives(arrivals, 1)
         has_counted.set()
 
-    arrivals = arrivals_of([(0,), (1,)], 2, on_full=full.append, on_traversal=begin)
+    arrivals = arrivals_of([(0,), (1,)], 2, on_full=full.append, on_backward=begin)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(arrive_elsewhere)
         arrives(arrivals, 0)

@@ -1,5 +1,5 @@
-"""Tracks one synchronization: which gradients are ready, which buckets are full, and which ops of
-the schedule that releases.
+"""Which gradients of a synchronization have arrived, which buckets are full, and which ops of the
+schedule that releases.
 
 The runtime and the simulator share `Releases`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from undertow.schedule.op import COMPUTE, EXTERNAL, Op, OpKind, Schedule
 
-_NO_TRAVERSAL = -2
+_NO_BACKWARD = -2
 
 
 class BucketArrivals:
@@ -102,9 +102,9 @@ class Arrivals:
     `hooks` has a function for each of `params`, to be called with it when its gradient arrives.
     Buckets of different devices fill in different threads, which wait for one another.
 
-    `traversal` distinguishes one backward from another. If it has changed when the first gradient
-    of a bucket arrives, after a reset or `forget_traversal`, `on_traversal(traversal)` is called
-    first. `stream_of(param)` is the stream that its gradient arrives on; None on a host.
+    `backward_id` distinguishes one backward from another. If it has changed when the first gradient
+    of a bucket arrives, after a reset or `forget_backward`, `on_backward(its id)` is called first.
+    `stream_of(param)` is the stream that its gradient arrives on; None on a host.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Arrivals:
         params: Sequence[object],
         *,
         on_full: Callable[[int], object],
-        traversal: Callable[[], int],
-        on_traversal: Callable[[int], object],
+        backward_id: Callable[[], int],
+        on_backward: Callable[[int], object],
         stream_of: Callable[[Any], object] | None = None,
     ) -> None:
         self.on_full = on_full
@@ -124,9 +124,9 @@ class Arrivals:
         self.at_each: Callable[[int], object] | None = None
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
-        self._traversal = traversal
-        self._on_traversal = on_traversal
-        self._seen_traversal = _NO_TRAVERSAL
+        self._backward_id = backward_id
+        self._on_backward = on_backward
+        self._last_backward = _NO_BACKWARD
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
         self.regroup(params_of_bucket, stream_of)
@@ -160,9 +160,9 @@ class Arrivals:
             if repeats:
                 bucket.num_awaited += sum(map(repeats.__getitem__, bucket.params))
 
-    def forget_traversal(self) -> None:
-        """Makes the next arrival call `on_traversal`, whatever its traversal."""
-        self._seen_traversal = _NO_TRAVERSAL
+    def forget_backward(self) -> None:
+        """Makes the next arrival call `on_backward`, whatever its backward."""
+        self._last_backward = _NO_BACKWARD
         for bucket in self.buckets:
             bucket.counts_from = 0
 
@@ -173,11 +173,11 @@ class Arrivals:
             index, hooks = self.index_of.get(id(param)), self.hooks
             if index is None:
                 return  # a hook of the user's has returned it, which torch is about to refuse
-            traversal = self._traversal()
-            if traversal != self._seen_traversal:
-                self._seen_traversal = traversal
-                self._on_traversal(traversal)
-                self._seen_traversal = traversal  # it may have been forgotten
+            backward = self._backward_id()
+            if backward != self._last_backward:
+                self._last_backward = backward
+                self._on_backward(backward)
+                self._last_backward = backward  # it may have been forgotten
                 if hooks is not self.hooks:  # now in other buckets
                     self.hooks[index](param)
                     return
