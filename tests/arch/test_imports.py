@@ -71,6 +71,11 @@ except SystemExit as ended:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_modules_name_the_pages_with_their_reasons() -> None:
+    named = {page for path in SOURCES for page in re.findall(r"docs/design/[a-z-]+\.md", path.read_text())}
+    assert named == {str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "design").glob("*.md")}
+
+
 def test_every_exported_name_exists() -> None:
     exported = [(module, name) for module in map(importlib.import_module, MODULES) for name in getattr(module, "__all__", [])]
     assert [(module.__name__, name) for module, name in exported if not hasattr(module, name)] == []

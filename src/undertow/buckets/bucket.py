@@ -9,6 +9,8 @@ memory.views          one per gradient, of its shape
 
 A sparse gradient has no place in a flat bucket: it stays a separate tensor, and the memory of its
 bucket holds only a trailer.
+
+Reasons: docs/design/buckets.md.
 """
 
 from __future__ import annotations
@@ -45,9 +47,8 @@ from undertow.torch_private import private
 # it.
 _MOST_AT_ONCE = 512
 
-# A view that no other code holds has two references: the list of views, and the argument of
-# getrefcount.
-_REFERENCES_OF_OURS = 2
+# To a view in a list that no other code holds, as `is_referenced` counts them.
+_REFERENCES_OF_OURS = sum(map(getrefcount, [torch.empty(0)]))
 
 _version_of = attrgetter("_version")
 _grad_of = attrgetter("grad")
@@ -248,12 +249,12 @@ class LiveBucket(ABC):
         """
 
     @abstractmethod
-    def launch(self, *, keeps_own: bool, keeps_earlier: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_discarded: bool) -> None:
         """Sends the packed gradients and the trailer.
 
         Args:
             keeps_own: A copy of this rank's gradients is kept if the reduction rounds them.
-            keeps_earlier: An earlier result stays in its memory; only shards have memory for both.
+            is_discarded: An earlier result must stay; only shards have memory for both.
         """
 
     def launch_across(self) -> None:
@@ -535,7 +536,7 @@ class DenseBucket(LiveBucket):
         for view in absent:
             view.zero_()
 
-    def launch(self, *, keeps_own: bool, keeps_earlier: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_discarded: bool) -> None:
         reducer, flat = self.shared.reducer, self.memory.flat
         for gap in self.memory.gaps:
             gap.zero_()
@@ -635,7 +636,7 @@ class SparseBucket(LiveBucket):
             param.grad = None
         return unused
 
-    def launch(self, *, keeps_own: bool, keeps_earlier: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_discarded: bool) -> None:
         self._mark_nonfinite(self._values)
         self.marks.launched = self.shared.recorder.mark()
         self.handles = self._reduce_with_trailer(self._values)

@@ -20,6 +20,8 @@ def fingerprints(tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
     The fingerprint changes for every tensor that differs in a single 8-byte word, and for all but
     about one in 2**32 others. [number of tensors] int64, on `device`
     """
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64, device=device)
     weights = {used: _weights(used) for used in {tensor.device for tensor in tensors}}
     return torch.stack(
         [_fingerprint(tensor, weights[tensor.device]).to(device) for tensor in tensors]

@@ -1,5 +1,8 @@
 """Writes and reads the trailer after the gradients of a bucket, as `undertow.plan.facts` lays it
-out."""
+out.
+
+Reasons: docs/design/buckets.md.
+"""
 
 from __future__ import annotations
 

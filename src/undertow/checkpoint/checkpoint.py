@@ -1,4 +1,7 @@
-"""Checkpoints of a model and its optimizer, for any number of ranks."""
+"""Checkpoints of a model and its optimizer, for any number of ranks.
+
+Reasons: docs/design/checkpoints.md.
+"""
 
 import contextlib
 import json

@@ -254,17 +254,13 @@ class Loads:
     @torch.no_grad()
     def _fingerprints(self, is_wanted: Callable[[str, Tensor], bool]) -> dict[str, int]:
         self._current_plan.wait_for_parameters()
-        named_params = [
-            each
-            for each in self._current_plan.members.named_params()
-            if _has_bits(each[1]) and is_wanted(*each)
-        ]
-        if not named_params:
-            return {}
-        of_params = fingerprints(
-            [param for _, param in named_params], device=self._current_plan.group.device
-        )
-        return dict(zip((name for name, _ in named_params), of_params.tolist(), strict=True))
+        params = {
+            name: param
+            for name, param in self._current_plan.members.named_params()
+            if _has_bits(param) and is_wanted(name, param)
+        }
+        of_params = fingerprints(list(params.values()), device=self._current_plan.group.device)
+        return dict(zip(params, of_params.tolist(), strict=True))
 
 
 def _has_bits(param: Tensor) -> bool:
@@ -297,7 +293,6 @@ class Checks:
         # Synchronizations between two comparisons of parameters; None if there is nothing to
         # compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
-        self.are_on = self.numbers.is_on or self.every is not None
         self.loads = Loads(current_plan)
         self._current_plan = current_plan
         self.sent: list[_Sent] = []  # comparisons in flight
@@ -336,19 +331,19 @@ class Checks:
     @torch.no_grad()
     def _send(self, ended: Round) -> _Sent:
         current_plan, group = self._current_plan, self._current_plan.group
-        named_params = [*current_plan.hooks.named_params, *current_plan.members.common_frozen]
-        named_params = [(name, param) for name, param in named_params if _has_bits(param)]
+        present = (*current_plan.hooks.named_params, *current_plan.members.common_frozen)
+        params = {name: param for name, param in present if _has_bits(param)}
         # The parameters of a rank that shadows the others may differ.
-        counts = ended.kind is not RoundKind.SHADOW
         mine = torch.tensor(
-            [counts, bool(ended.terms.loaded)], dtype=torch.int64, device=group.device
+            [ended.kind is not RoundKind.SHADOW, bool(ended.terms.loaded)],
+            dtype=torch.int64,
+            device=group.device,
         )
-        if named_params:
-            mine = torch.cat(
-                (mine, fingerprints([param for _, param in named_params], device=group.device))
-            )
-        received = group.all_gather(mine, "the comparison of all ranks' parameters")
-        return ended.terms.number, [name for name, _ in named_params], received
+        values = fingerprints(list(params.values()), device=group.device)
+        received = group.all_gather(
+            torch.cat((mine, values)), "the comparison of all ranks' parameters"
+        )
+        return ended.terms.number, list(params), received
 
     def require_alike(self) -> None:
         """Waits for compared parameters; raises ReplicaMismatch, on every rank, if they differ.

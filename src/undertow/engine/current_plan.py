@@ -1,5 +1,8 @@
 """The parameters and the plan in force: how they are made, and how all ranks change them
-together."""
+together.
+
+Reasons: docs/design/plan-changes.md.
+"""
 
 from __future__ import annotations
 
@@ -213,10 +216,8 @@ class CurrentPlan:
 
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
-        params = dict.fromkeys(self.hooks.params)
-        if self.change is not None:
-            params.update(dict.fromkeys(param for _, param in self.change.named_params))
-        return list(params)
+        changed = () if self.change is None else self.change.named_params
+        return list(dict.fromkeys((*self.hooks.params, *(param for _, param in changed))))
 
     def require_own(self) -> None:
         """Raises ConfigError if another engine watches a parameter of the change.
@@ -285,12 +286,15 @@ class CurrentPlan:
             self.follow()
 
     def adopt_plan(self) -> None:
-        """Called when a round begins: moves to the plan that rank 0 has sent, if it differs.
+        """Called when a round begins: moves to the plan that rank 0 has sent, if it differs; before
+        the first round opens the group.
 
         With a sharded optimizer, the plan moves as it does when parameters change: from a round
         without shards of gradients on, gradients are whole until its next step lays parameters out
         anew.
         """
+        if not self.group.is_open:
+            self.open_group()
         compiled, hooks = self.compiled, self.hooks
         tuning, plan = hooks.tuning, None
         if tuning is not None and tuning.sent is not None:
@@ -318,12 +322,6 @@ class CurrentPlan:
         self.compiled = moved
         self.hooks.regroup(plan)
 
-    def round_ended(self) -> None:
-        """Called after a round that all ranks have found sound: sends measurements."""
-        tuning = self.hooks.tuning
-        if tuning is not None and tuning.act is not None:
-            tuning.act(self.compiled.present)
-
     def shard_plan(self, updates: Mapping[int, tuple[int, bool]]) -> Plan:
         """Returns the plan for shards, in rank 0's order if that has arrived.
 
@@ -347,8 +345,21 @@ class CurrentPlan:
         now = dataclasses.replace(
             self.compiled.plan, params=tuple(specs), num_shards=self.group.user.num_shards
         )
+        config = self.compiled.reducer.config
         order = None if hooks.tuning is None else hooks.tuning.order()
-        return hooks.next_plan or sharded_plan(now, order, self.compiled.reducer.config)
+        if hooks.next_plan is not None:
+            return hooks.next_plan
+        num_ranks, num_shards = now.num_ranks, now.num_shards
+        if config.plan is not None:
+            return first_plan(now.params, config, num_ranks=num_ranks, num_shards=num_shards)
+        return plan_in_order(
+            now.params,
+            order_of(now) if order is None else order,
+            config,
+            num_ranks=num_ranks,
+            num_shards=num_shards,
+            has_shards=True,
+        )
 
     def follow_layout(self, plan: Plan, layout: Layout, *, keeps_owners: bool) -> None:
         """Lays out the same parameters as `layout` says.
@@ -469,17 +480,3 @@ def _mark_stale(plans: CurrentPlan | None) -> None:
 def order_of(plan: Plan) -> list[int]:
     """Returns the parameters in the order of the buckets."""
     return [param for bucket in plan.buckets for param in bucket.params]
-
-
-def sharded_plan(now: Plan, order: Sequence[int] | None, config: SyncConfig) -> Plan:
-    """Returns the pinned plan for shards, or one in this order; without one in the order of now."""
-    if config.plan is not None:
-        return first_plan(now.params, config, num_ranks=now.num_ranks, num_shards=now.num_shards)
-    return plan_in_order(
-        now.params,
-        order_of(now) if order is None else order,
-        config,
-        num_ranks=now.num_ranks,
-        num_shards=now.num_shards,
-        has_shards=True,
-    )

@@ -1,4 +1,7 @@
-"""The events of a step, and the rounds that they begin and end."""
+"""The events of a step, and the rounds that they begin and end.
+
+Reasons: docs/design/backward.md.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from undertow.engine.hooks import Listeners, OutermostEnd, is_watched, no_round,
 from undertow.engine.meeting import Meeting
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward, Gradients, Progress
-from undertow.engine.round import Round, RoundKind, Stage, Terms
+from undertow.engine.round import ENDED, Round, RoundKind, RoundState, Stage, Terms
 from undertow.errors import UndertowError, all_of
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
@@ -163,8 +166,6 @@ class Engine:
             return
         if has_buffers and (self.is_accumulating or progress.num_forwards_before > 1):
             return
-        if progress.num_rounds == 0:
-            current_plan.open_group()
         current_plan.find_change()
         current_plan.adopt_plan()
         hooks = current_plan.hooks
@@ -218,7 +219,7 @@ class Engine:
     def _is_between_rounds(self) -> bool:
         # a new backward has begun, and this round is not its own
         if self._round is not None and not self._end.is_coming:
-            if self._round.has_ended:
+            if self._round.state in ENDED:
                 raise agreed_errors.not_waited_for(self.progress.num_rounds)
             self._give_up(self._round)
         return self._round is None
@@ -261,9 +262,9 @@ class Engine:
         Launches the remaining buckets.
         """
         ending = self._round
-        if ending is None or ending.has_ended:
+        if ending is None or ending.state in ENDED:
             return  # a nested backward has reached the outermost end as well
-        self._set_stage(ending)
+        self._end_backward(ending)
         self._advance(ending)
         if private.graph_task_id() != -1:
             private.call_after_backward(self._wait_after_others)
@@ -302,8 +303,6 @@ class Engine:
             conclude=conclude,
         )
         if is_synchronized:
-            if progress.num_rounds == 0:
-                current_plan.open_group()
             current_plan.adopt_plan()  # most rounds have none
             progress.gradients = Gradients.INCOMPLETE
         current_plan.hooks.arrivals.reset()
@@ -318,11 +317,12 @@ class Engine:
         hooks, steps = current_plan.hooks, progress.steps
         is_telling = begun.kind is RoundKind.REDUCE
         loaded = checks.loads.digest() if is_telling and checks.loads.before else 0
-        tuning = hooks.tuning
-        is_measured = (
-            tuning is not None and tuning.act is not None and tuning.is_about_to_communicate
+        # a device's host waits for trailers only if what follows depends on them
+        is_read_at_once = not current_plan.group.hardware.is_host and (
+            loaded != 0
+            or checks.must_be_read(progress.num_rounds)
+            or (hooks.tuning is not None and hooks.tuning.is_about_to_communicate)
         )
-        is_checked = checks.are_on and checks.must_be_read(progress.num_rounds)
         terms = Terms(
             number=progress.num_rounds,
             mode=None if begun.kind is RoundKind.SHADOW else steps.mode,
@@ -330,21 +330,21 @@ class Engine:
             loaded=loaded,
             digests={"settings": steps.digest, "loaded": loaded} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
-            is_read_at_once=is_measured or is_checked or loaded != 0,
+            is_read_at_once=is_read_at_once,
             keeps_own=progress.steps_in_shards and begun.op is None,
         )
         begun.start(current_plan.compiled, hooks, terms)
 
-    def _set_stage(self, ending: Round) -> None:
+    def _end_backward(self, ending: Round) -> None:
         self.recorder.backward_ends()
-        if ending.has_started:
-            ending.stage = ending.send
+        if ending.state is RoundState.FILLING:
+            first: Stage = ending.send
         elif ending.kind is RoundKind.ACCUMULATE:
             # Gradients stay where they are until the ranks have met.
-            ending.stage = partial(self._conclude_accumulation, ending)
+            first = partial(self._conclude_accumulation, ending)
         else:
-            ending.stage = self._meeting_stage(ending)
-        ending.has_ended = True  # last: an error before leaves a backward that has failed
+            first = self._meeting_stage(ending)
+        ending.end(first)  # last: an error before leaves a backward that has failed
 
     def _meeting_stage(self, ending: Round) -> Stage:
         """Returns the first stage of a round that has not started, because of a change."""
@@ -420,7 +420,8 @@ class Engine:
         if ended.has_failed:
             return  # it has left the other ranks already
         self.progress.gradients = Gradients.SOUND
-        current_plan.round_ended()
+        if hooks.tuning is not None and hooks.tuning.act is not None:
+            hooks.tuning.act(ended.compiled.present)
         if self.checks.every is not None or self.checks.loads.before:
             self.checks.round_was_sound(ended)
 
@@ -441,7 +442,7 @@ class Engine:
         Raises the error that the ranks have agreed on.
         """
         ending = self._round
-        if ending is None or not ending.has_ended:
+        if ending is None or ending.state not in ENDED:
             self._abandon()
             return
         # A signal handler may call this within a stage: then `stage` is None.
@@ -460,7 +461,7 @@ class Engine:
         launched by hand."""
         if self._round is None or private.graph_task_id() != -1:
             return
-        if self._round.has_ended:
+        if self._round.state in ENDED:
             self.finish_round()
         else:
             self._give_up(self._round)
@@ -476,7 +477,7 @@ class Engine:
         self.progress.gradients = Gradients.INCOMPLETE
         params = self.current_plan.all_params()
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
-            self._set_stage(failed)
+            self._end_backward(failed)
             self.finish_round()
 
     # An optimizer's step.
@@ -536,7 +537,7 @@ class Engine:
         if not self.current_plan.is_active:
             return
         number, rank = self.progress.num_rounds, self.current_plan.group.rank
-        if self._round is not None and self._round.has_ended:
+        if self._round is not None and self._round.state in ENDED:
             raise agreed_errors.synchronized_already(number)
         self._abandon()
         if not self.progress.has_accumulated:

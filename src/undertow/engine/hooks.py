@@ -1,4 +1,7 @@
-"""The hooks on parameters, and the end of the outermost backward."""
+"""The hooks on parameters, and the end of the outermost backward.
+
+Reasons: docs/design/backward.md.
+"""
 
 from __future__ import annotations
 
@@ -94,14 +97,13 @@ class ParamHooks:
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
-        self._stream_of = device.stream_of
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
             on_full=no_round,
             backward_id=private.graph_task_id,
             on_backward=listeners.on_backward,
-            stream_of=self._stream_of,
+            stream_of=device.stream_of,
         )
         self.arrivals.owner = listeners.owner
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
@@ -166,7 +168,7 @@ class ParamHooks:
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
-        self.arrivals.regroup([bucket.params for bucket in plan.buckets], self._stream_of)
+        self.arrivals.regroup([bucket.params for bucket in plan.buckets])
         if self._registered:
             self.start()
 

@@ -1,4 +1,7 @@
-"""The meeting of all ranks at which they leave a plan together."""
+"""The meeting of all ranks at which they leave a plan together.
+
+Reasons: docs/design/plan-changes.md.
+"""
 
 from __future__ import annotations
 

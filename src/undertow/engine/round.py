@@ -1,5 +1,8 @@
 """A plan ready to run, and one round under it: a synchronization, or a backward that only
-accumulates."""
+accumulates.
+
+Reasons: docs/design/buckets.md.
+"""
 
 from __future__ import annotations
 
@@ -220,10 +223,9 @@ class CompiledPlan:
     def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
         """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still
         their result."""
-        own: dict[int, tuple[Tensor, bool]] = {}
-        for bucket in self.buckets:
-            own.update(bucket.own_gradients())
-        return own
+        return {
+            param: own for bucket in self.buckets for param, own in bucket.own_gradients().items()
+        }
 
     def release_messages(self) -> None:
         """Frees the memory that exchanges keep for later messages."""
@@ -249,6 +251,24 @@ class RoundKind(Enum):
     SHADOW = auto()  # contributes none: this rank has run out of data
     # the last one under a plan before its parameters, or its communication hook, change
     RETIRE = auto()
+
+
+class RoundState(Enum):
+    """The states of a round, and all ways from one to another.
+
+    OPEN ──── start ────> FILLING ──── end ────> ENDING
+      └────── end ──────> HELD ────── start ───────┘
+    """
+
+    OPEN = auto()  # its backward runs; a change of the plan waits for it, and no bucket leaves
+    FILLING = auto()  # its backward runs, and buckets leave as they fill
+    HELD = auto()  # its backward has ended; it starts when the ranks have agreed on the change
+    ENDING = auto()  # its backward has ended: `stage` after stage runs, until there is none
+
+
+ENDED = (RoundState.HELD, RoundState.ENDING)
+_AFTER_START = {RoundState.OPEN: RoundState.FILLING, RoundState.HELD: RoundState.ENDING}
+_AFTER_END = {RoundState.OPEN: RoundState.HELD, RoundState.FILLING: RoundState.ENDING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,13 +326,13 @@ class Findings:
 class Round:
     """A round that is under way.
 
-        opened ──> started under a plan ──> send ──> wait ──> [_add_late ──>] `conclude`
-                   buckets leave as they fill
+        start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] `conclude`
+        buckets leave as they fill
 
     It is open from its first gradient on. It starts at once, or after a meeting of the ranks that
-    changes the plan. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait
-    for other ranks, and returns the next stage, or None. The last one calls `conclude`, which may
-    return further ones.
+    changes the plan (see `RoundState`). `send`, `wait` and `_add_late` are stages: a stage ends
+    before the next wait for other ranks, and returns the next stage, or None. The last one calls
+    `conclude`, which may return further ones.
     """
 
     kind: RoundKind
@@ -320,18 +340,19 @@ class Round:
     op: str | None = None  # of a reduction by hand, if it is not the mean
     holds_back: bool = False  # no bucket leaves before the end of backward
     conclude: Callable[[Round], Stage | None] | None = None  # the end; a meeting has its own
-    stage: Stage | None = None  # the next one; None while backward runs, and while one runs
-    has_ended: bool = False  # its backward has ended
+    state: RoundState = RoundState.OPEN
+    stage: Stage | None = None  # the next one after backward; None while one runs
     has_failed: bool = False  # on this rank
     found: Findings = field(default_factory=Findings)
     terms: Terms = Terms()
-    has_started: bool = False  # then there are:
+    # from `start` on
     compiled: CompiledPlan = field(init=False)
     releases: Releases = field(init=False)
     hooks: ParamHooks | None = None  # that follow its gradients; a meeting has none
 
     def start(self, compiled: CompiledPlan, hooks: ParamHooks | None, terms: Terms) -> None:
-        """Starts it under a plan."""
+        """Starts it under a plan, once."""
+        self.state = _AFTER_START[self.state]
         self.compiled, self.hooks, self.terms = compiled, hooks, terms
         self.releases = compiled.synchronizing
         if self.kind is RoundKind.ACCUMULATE:
@@ -341,10 +362,13 @@ class Round:
         self.releases.reset()
         if hooks is not None:
             hooks.arrivals.on_full = self._bucket_is_full
-        self.has_started = True
         self.found.readings += compiled.round_begins(
             is_synchronized=self.kind is not RoundKind.ACCUMULATE
         )
+
+    def end(self, first: Stage) -> None:
+        """Called when its backward has ended, once: `first` is the first stage."""
+        self.stage, self.state = first, _AFTER_END[self.state]
 
     @private.untraced
     def _bucket_is_full(self, bucket: int) -> None:
@@ -445,7 +469,7 @@ class Round:
     def _launch(self, bucket: LiveBucket) -> None:
         bucket.launch(
             keeps_own=self.terms.keeps_own,
-            keeps_earlier=self.has_failed or self.kind is RoundKind.RETIRE,
+            is_discarded=self.has_failed or self.kind is RoundKind.RETIRE,
         )
         recorder = self.compiled.recorder
         # At the end of the backward of one model, a single bucket is waited for at once: the end of

@@ -1,5 +1,8 @@
 """Makes all ranks measure the same steps early in training, and take the plan that rank 0 chooses,
-once."""
+once.
+
+Reasons: docs/design/tuning.md.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -12,6 +12,8 @@ connection without the token is closed: nothing that a port scanner sends is par
 socket lives for the handshake only.
 
 A message is a line of JSON.
+
+Reasons: docs/design/lost-ranks.md.
 """
 
 import contextlib

@@ -5,6 +5,8 @@ at once, are for gloo. Its reduce-scatter sends as much as an all-reduce, and it
 does not fill a link. Each rank decodes the messages for its part and adds them itself, in rank
 order, and in fp32 if the gradients are narrower. The result has the same bits whatever bucket a
 gradient is sent in.
+
+Reasons: docs/design/exchanges.md.
 """
 
 from collections.abc import Callable, Iterable, Sequence

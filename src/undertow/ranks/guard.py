@@ -5,6 +5,8 @@ watch_over     makes the watch of a new model; the first one of these ranks conn
 meet           waits until all ranks are about to make a process group
 over_users     context: a wait over a group of the user's
 Guard          the rings of this process, their connections, and the ends of a process
+
+Reasons: docs/design/lost-ranks.md.
 """
 
 import contextlib

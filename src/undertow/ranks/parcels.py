@@ -5,6 +5,8 @@
     message   | encoded values | values in full width |         one for each part
 
 In full width a message is the part itself, and nothing is copied.
+
+Reasons: docs/design/exchanges.md.
 """
 
 import time

@@ -28,6 +28,8 @@ hear one twice changes nothing.
 
 Nothing is said while nobody waits for long. A fault is latched before groups are interrupted, so
 that a thread whose collective breaks finds the reason.
+
+Reasons: docs/design/lost-ranks.md.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ A placeholder in `param.grad` has this rank's part of the gradient:
 
 placeholder ── zero_grad ──> None
 placeholder ── autograd adds ──> .added ── pack, reduce-scatter ──> part += new
+
+Reasons: docs/design/sharded-optimizer.md.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -415,9 +417,9 @@ class ShardedBucket(DenseBucket):
     def _copy_in(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
         self._copies.append(partial(super()._copy_in, start, grads, are_new=are_new))
 
-    def launch(self, *, keeps_own: bool, keeps_earlier: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_discarded: bool) -> None:
         memory = self.memory
-        self._reduced = torch.empty_like(self.shard) if keeps_earlier or self.live else self.shard
+        self._reduced = torch.empty_like(self.shard) if is_discarded or self.live else self.shard
         self.marks.launched = self.shared.recorder.mark()
         copies = self._copies
 

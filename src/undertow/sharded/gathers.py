@@ -5,6 +5,8 @@ While a parameter is in flight, its class is a subclass that waits, in the same 
 exchanges the class of a lazy parameter when it gets its shape. torch calls such a class before
 every function and attribute of the tensor, so old lists of parameters, the bare module and copies
 need no hooks. C++ code that is given the parameter itself does not call it.
+
+Reasons: docs/design/sharded-optimizer.md.
 """
 
 import copy

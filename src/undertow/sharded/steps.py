@@ -1,5 +1,8 @@
 """This rank's shards of the parameters and gradients of a plan, and the steps of the sharded
-optimizer that updates them."""
+optimizer that updates them.
+
+Reasons: docs/design/sharded-optimizer.md.
+"""
 
 import contextlib
 import gc

@@ -1,4 +1,7 @@
-"""Gradient synchronization of a module whose class and state dict keys do not change."""
+"""Gradient synchronization of a module whose class and state dict keys do not change.
+
+Reasons: docs/design/experts.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Learns what a step costs, and decides once on the plan."""
+"""Learns what a step costs, and decides once on the plan.
+
+Reasons: docs/design/tuning.md.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

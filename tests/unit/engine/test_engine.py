@@ -827,19 +827,20 @@ def test_a_dropped_model_waits_for_its_parameters() -> None:
     ranks_of(2, on_rank)
 
 
-def test_gradients_are_sent_when_all_parameters_have_arrived() -> None:
-    def train(training: Training) -> None:
-        training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
-        nums: list[int] = []
-        training.rank.at_start = lambda name: nums.append(one_process.num_in_flight(training.rank.exchanges) * ("reduce" in name))
-        for step in range(12):
-            training.optimizer.zero_grad()  # which waits for none
-            training.backward("0" if step > 1 else None)  # other parameters are still on their way when backward begins
-            training.optimizer.step()
-        assert not any(nums)
+def test_a_backward_that_has_read_parameters_too_early_fails() -> None:
+    """No forward has waited for them; autograd finds out because they arrive before the first gradient counts."""
 
-    with one_process.decides([[0, 1], [2, 3, 4, 5]]):
-        assert errors_of(2, train, strategy="zero1", bucket_cap_mb=None) == ["", ""]
+    def train(training: Training) -> None:
+        training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.5)
+        training.step()
+        training.step()
+        first, middle, last = training.module.units
+        with torch._C.DisableTorchFunctionSubclass():
+            output = training.batch() @ first.weight @ middle.weight @ last.weight
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+    assert errors_of(2, train, strategy="zero1") == ["", ""]
 
 
 def test_a_bucket_leaves_when_its_last_gradient_arrives_and_the_last_one_after_backward() -> None:
