@@ -39,6 +39,7 @@ from undertow import (
     DistributedDataParallel,
     ExpertGroup,
     PhaseError,
+    PlanMismatch,
     ShardedOptimizer,
     SyncConfig,
     WrongType,
@@ -575,6 +576,23 @@ def test_experts_without_gradients_do_not_stop_a_scaler() -> None:
             scaler.update()
             assert scaler.get_scale() == scale
         require_same_everywhere({name: param.detach() for name, param in ddp.module.before.named_parameters()})
+
+
+@in_ranks(4, is_fresh=True)
+def test_errors_of_experts_name_ranks_of_the_world() -> None:
+    rank = dist.get_rank()
+    with wrapped_mixture(mixture()) as (ddp, _, _):
+        optimizer = torch.optim.SGD(ddp.module.experts.parameters(), lr=0.5 if rank == 3 else 0.25)
+        loss(ddp, 0).backward()
+        optimizer.step()
+        output = loss(ddp, 1)
+        if rank in (0, 2):
+            output.backward()
+        else:
+            text = text_of(PlanMismatch, output.backward)
+            assert f"\n  synchronization 1, rank {rank}\n" in text
+            assert "is 0.25 on rank 1, 0.5 on rank 3" in text
+        dist.barrier()
 
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)

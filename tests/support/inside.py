@@ -212,7 +212,7 @@ def around_waits(passes: Callable[[str], object]) -> None:
 
 
 def opened_group() -> OwnGroup:
-    group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"))
+    group = OwnGroup(GroupRef.of(dist.group.WORLD), device=torch.device("cpu"), limits=SyncConfig())
     group.open()
     return group
 

@@ -179,8 +179,8 @@ class FakeWatch(NullWatch):
     def fail(self, reason: object) -> None:
         self._world.leave()
 
-    def ask(self, text: str, *, topic: str = "", within_s: float | None = None) -> dict[int, str]:
-        return dict(enumerate(self._world.wait(self._world.start("texts", self._rank, topic, text))))
+    def ask(self, text: str) -> dict[int, str]:
+        return dict(enumerate(self._world.wait(self._world.start("texts", self._rank, "", text))))
 
 
 class FakeRef(GroupRef):
@@ -205,6 +205,7 @@ class FakeGroup:
         rank.num_groups += 1
         self.thread = rank.thread
         self.user, self.rank, self.num_ranks = user, rank.number, rank.world.num_ranks
+        self.names, self.name = range(self.num_ranks), self.rank
         self.device = torch.device("cpu")
         self.hardware = device_of(self.device)
         self.watch = FakeWatch(rank.world, rank.number)

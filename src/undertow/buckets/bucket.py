@@ -50,7 +50,6 @@ _MOST_AT_ONCE = 512
 # To a view in a list that no other code holds, as `is_referenced` counts them.
 _REFERENCES_OF_OURS = sum(map(getrefcount, [torch.empty(0)]))
 
-_version_of = attrgetter("_version")
 _grad_of = attrgetter("grad")
 
 
@@ -204,7 +203,9 @@ class LiveBucket(ABC):
         # A separate message, in full width, is summed and not averaged.
         is_summed = spec.wire is not None or self.reduction is OpKind.REDUCE_SCATTER
         divisor = 1 if is_summed else group.num_ranks
-        self.trailer = TrailerCodec(spec, self.memory.trailer, divisor=divisor, rank=group.rank)
+        self.trailer = TrailerCodec(
+            spec, self.memory.trailer, divisor=divisor, rank=group.rank, names=group.names
+        )
         # bytes that are passed to collectives; 0 if a communication hook sends them
         self.wire_bytes = spec.wire_bytes if shared.reducer.hook is None else 0
         self.encoded: list[Encoded] = []  # how its values travel, if in a format
@@ -233,8 +234,8 @@ class LiveBucket(ABC):
         hardware = self.shared.reducer.group.hardware
         for grad in grads:
             if grad is not None and grad.is_sparse:
-                hardware.keep(grad._indices())
-                hardware.keep(grad._values())
+                for part in private.parts_of_sparse(grad):
+                    hardware.keep(part)
             elif grad is not None:
                 hardware.keep(grad)
 
@@ -314,7 +315,7 @@ class LiveBucket(ABC):
                 self._known = {}
                 return
             self._known = {
-                position: (weakref.ref(grad), grad._version)
+                position: (weakref.ref(grad), private.version_of(grad))
                 for position, grad in enumerate(grads)
                 if grad is not None
             }
@@ -328,7 +329,7 @@ class LiveBucket(ABC):
         if grad is None:
             return False
         ref, version = self._known.get(position, (None, -1))
-        is_known = ref is not None and ref() is grad and version == grad._version
+        is_known = ref is not None and ref() is grad and version == private.version_of(grad)
         return not is_known and has_values(grad)
 
     def has_result(self) -> bool:
@@ -565,7 +566,7 @@ class DenseBucket(LiveBucket):
             with private.as_plain_tensors():  # a third faster
                 for param, view in zip(self.params, self.memory.views, strict=True):
                     param.grad = view
-        self._versions = list(map(_version_of, self.memory.views))
+        self._versions = list(map(private.version_of, self.memory.views))
 
     def _bind_some(self, used_elsewhere: Collection[int]) -> None:
         """Binds used positions, and gives the others their previous `.grad` back."""
@@ -594,7 +595,10 @@ class DenseBucket(LiveBucket):
     def _is_bound(self, position: int) -> bool:
         """Returns True if that `.grad` is as `bind` has left it."""
         view = self.memory.views[position]
-        return self.params[position].grad is view and view._version == self._versions[position]
+        return (
+            self.params[position].grad is view
+            and private.version_of(view) == self._versions[position]
+        )
 
     @torch.no_grad()
     def _late_values(self) -> Sequence[Tensor]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -57,11 +58,13 @@ class TrailerCodec:
     Its sum over ranks comes back divided by `divisor`.
     """
 
-    def __init__(self, spec: Bucket, memory: Tensor, *, divisor: float, rank: int = 0) -> None:
+    def __init__(
+        self, spec: Bucket, memory: Tensor, *, divisor: float, rank: int, names: Sequence[int]
+    ) -> None:
         trailer, start = spec.trailer, spec.trailer.start
         self._device = device_of(memory.device)
         self._divisor = divisor
-        self._rank = rank
+        self._rank, self._names = rank, names
         self._used = slice(0, len(trailer.used))
         self._facts = {
             name: slice(place.start - start, place.stop - start) for name, place in trailer.facts
@@ -151,7 +154,9 @@ class TrailerCodec:
         unlike: list[str] = []
         flags: dict[str, tuple[int, ...]] = {}
         for name, place in self._facts.items():
-            if FACTS[name] is not FactKind.DIGEST:
+            if FACTS[name] is FactKind.RANK_FLAGS:
+                flags[name] = tuple(compress(self._names, are_set[place]))
+            elif FACTS[name] is not FactKind.DIGEST:
                 flags[name] = _indices(are_set[place])
             elif ranks_differ(are_set[place]):
                 unlike.append(name)

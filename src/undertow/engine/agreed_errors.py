@@ -2,7 +2,7 @@
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -17,6 +17,7 @@ from undertow.errors import (
     ReplicaMismatch,
     require,
 )
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
 LOADS = (
@@ -48,28 +49,21 @@ def _place(ended: Round) -> str:
     return f"synchronization {ended.terms.number}{stepped[ended.terms.mode]}{op}"
 
 
-def require_sound(
-    ended: Round,
-    *,
-    rank: int,
-    places: Callable[[str], Mapping[int, str]] = lambda _: {},
-    taken: str = "",
-) -> None:
+def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
     """Raises, on every rank, the error that some rank has reported.
 
-    `places` asks all ranks for their positions, given this rank's. `taken` describes a gradient
-    that is gone on this rank.
+    `taken` describes a gradient that is gone on this rank.
     """
     number = ended.terms.number
-    where = f"synchronization {number}, rank {rank}"
+    where = f"synchronization {number}, rank {group.name}"
     takers = set(ended.found.reported("taken"))
     if ended.found.taken:
-        takers.add(rank)  # on a device the ranks read it later
+        takers.add(group.name)  # on a device the ranks read it later
     if takers:
-        raise taken_in_backward(takers, number, place=taken or f"rank {rank}")
+        raise taken_in_backward(takers, number, place=taken or f"rank {group.name}")
     failed = ended.found.reported("failed")
     if any(reading.ranks_differ for reading in ended.found.readings):
-        listed = sorted(places(_place(ended)).items())
+        listed = sorted(group.watch.ask(_place(ended)).items())
         raise Desync(
             "ranks are not in the same step.",
             where="\n  ".join((where, *(f"rank {other}: {place}" for other, place in listed))),
@@ -91,7 +85,7 @@ def require_sound(
             "the log of that rank.",
         )
     if "settings" in ended.found.unlike and not ended.has_failed:
-        raise settings_differ(places(text_of(ended.terms.settings)), where=where)
+        raise settings_differ(group.watch.ask(text_of(ended.terms.settings)), where=where)
     if ended.found.mismatch is not None and not ended.has_failed:
         raise ended.found.mismatch
 
@@ -146,9 +140,7 @@ def require_same_settings(texts: Sequence[str], *, where: str) -> None:
         raise settings_differ(dict(enumerate(texts)), where=where)
 
 
-def loaded_apart(
-    ended: Round, *, rank: int, places: Callable[[str], Mapping[int, str]]
-) -> ReplicaMismatch:
+def loaded_apart(ended: Round, group: OwnGroup) -> ReplicaMismatch:
     """Returns the error of ranks that `load_state_dict` has given different parameters."""
     loaded = ended.terms.loaded
     mine = (
@@ -156,12 +148,12 @@ def loaded_apart(
         if loaded
         else "it has changed no parameter"
     )
-    listed = sorted(places(mine).items())
+    listed = sorted(group.watch.ask(mine).items())
     return ReplicaMismatch(
         "load_state_dict has changed parameters on some ranks only, or to different values.",
         where="\n  ".join(
             (
-                f"synchronization {ended.terms.number}, rank {rank}",
+                f"synchronization {ended.terms.number}, rank {group.name}",
                 *(f"rank {other}: {text}" for other, text in listed),
             )
         ),
@@ -177,31 +169,31 @@ def not_waited_for(number: int) -> PhaseError:
     )
 
 
-def changed_unlike(
-    ended: Round, *, rank: int, num_ranks: int, change: str = ""
-) -> PlanMismatch | None:
+def changed_unlike(ended: Round, group: OwnGroup, change: str) -> PlanMismatch | None:
     """Returns the error if parameters have changed on some ranks only.
 
     `change` describes the change on this rank.
     """
     changed = ended.found.reported("changed")
-    if not 0 < len(changed) < num_ranks:
+    if not 0 < len(changed) < group.num_ranks:
         return None
-    unchanged = ", ".join(str(other) for other in range(num_ranks) if other not in changed)
+    unchanged = ", ".join(str(other) for other in group.names if other not in changed)
     return PlanMismatch(
         "the parameters, or the communication hook, have changed on rank "
         f"{', '.join(map(str, changed))} and not on rank "
         f"{unchanged}.",
-        where=f"synchronization {ended.terms.number}, rank {rank}{change and f': {change}'}",
+        where=f"synchronization {ended.terms.number}, rank {group.name}{change and f': {change}'}",
         remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same "
         "step on every rank.",
     )
 
 
-def started_unlike(name: str, number: int, *, others: Iterable[int], rank: int) -> PlanMismatch:
+def started_unlike(
+    name: str, number: int, *, others: Iterable[int], first: int, rank: int
+) -> PlanMismatch:
     return PlanMismatch(
         "a parameter that was added or unfrozen had other values on rank "
-        f"{', '.join(map(str, others))} than on rank 0, and "
+        f"{', '.join(map(str, others))} than on rank {first}, and "
         "gradients were computed with them.",
         where=f"parameter {name!r}, synchronization {number}, rank {rank}",
         remedy="Initialize it alike on every rank, as by the same seed; or call "

@@ -92,13 +92,11 @@ class NonFinite:
         *,
         rank: int,
         find_alone: Callable[[], Finding | None],
-        names: Sequence[int],
     ) -> None:
         self.num_skipped = 0  # steps
         self.is_on = policy != "ignore"
         self._policy = policy
         self._rank = rank
-        self._names = names  # of the ranks
         self._find_alone = find_alone
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has stepped, or skipped, on it
@@ -113,7 +111,7 @@ class NonFinite:
             # synchronization
             return
         if ended.found.nonfinite and not ended.has_failed:
-            self._finding = _finding_of(ended, plan, self._names)
+            self._finding = _finding_of(ended, plan)
             self._is_judged = False
         elif not ended.found.keeps_earlier:
             self._finding = None
@@ -177,7 +175,7 @@ class NonFinite:
             )
 
 
-def _finding_of(ended: Round, plan: Plan, names: Sequence[int]) -> Finding:
+def _finding_of(ended: Round, plan: Plan) -> Finding:
     buckets = sorted(ended.found.nonfinite)
     slots = [
         plan.buckets[bucket].slots[position]
@@ -186,7 +184,7 @@ def _finding_of(ended: Round, plan: Plan, names: Sequence[int]) -> Finding:
     ]
     return Finding(
         params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
-        ranks=tuple(names[rank] for rank in ended.found.reported("nonfinite", overdue=False)),
+        ranks=tuple(ended.found.reported("nonfinite", overdue=False)),
         where=f"synchronization {ended.terms.number}, bucket {listed(list(map(str, buckets)))}",
     )
 
@@ -281,14 +279,10 @@ class Checks:
 
     def __init__(self, current_plan: CurrentPlan, config: SyncConfig) -> None:
         group = current_plan.group
-        # Of experts and replicas, ranks of the world, because there are other groups.
-        are_several = config.experts or config.outer
-        self._names = names = group.user.ranks if are_several else range(group.num_ranks)
         self.numbers = NonFinite(
             config.nonfinite,
             rank=group.rank,
-            find_alone=partial(_found_alone, current_plan, names[0]),
-            names=names,
+            find_alone=partial(_found_alone, current_plan),
         )
         # Synchronizations between two comparisons of parameters; None if there is nothing to
         # compare.
@@ -325,7 +319,7 @@ class Checks:
         """
         group = self._current_plan.group
         if not group.hardware.is_host:  # the other ranks read later
-            return partial(loaded_apart, ended, rank=group.rank, places=group.watch.ask)
+            return partial(loaded_apart, ended, group)
         return partial(self._difference, *self._send(ended))
 
     @torch.no_grad()
@@ -358,8 +352,8 @@ class Checks:
     def _difference(
         self, number: int, names: Sequence[str], received: Handle
     ) -> ReplicaMismatch | None:
-        rows = received.result().tolist()
-        of_ranks = {rank: row[2:] for rank, row in zip(self._names, rows, strict=True) if row[0]}
+        rows, ranks = received.result().tolist(), self._current_plan.group.names
+        of_ranks = {rank: row[2:] for rank, row in zip(ranks, rows, strict=True) if row[0]}
         differing = [
             index
             for index, values in enumerate(zip(*of_ranks.values(), strict=True))
@@ -367,7 +361,7 @@ class Checks:
         ]
         if not differing:
             return None
-        loaded = [str(rank) for rank, row in zip(self._names, rows, strict=True) if row[1]]
+        loaded = [str(rank) for rank, row in zip(ranks, rows, strict=True) if row[1]]
         after = f", load_state_dict on rank {', '.join(loaded)}" if loaded else ""
         return mismatch(
             names[differing[0]],
@@ -378,7 +372,7 @@ class Checks:
         )
 
 
-def _found_alone(current_plan: CurrentPlan, rank: int) -> Finding | None:
+def _found_alone(current_plan: CurrentPlan) -> Finding | None:
     """Checks the gradients of a single rank, which has no rounds. A function.
 
     A method would hold its owner in a cycle.
@@ -393,7 +387,9 @@ def _found_alone(current_plan: CurrentPlan, rank: int) -> Finding | None:
     names = list(grads)
     params = tuple(names[place] for place in not_finite(list(grads.values())))
     return (
-        Finding(params, ranks=(rank,), where="one rank, when its optimizer steps")
+        Finding(
+            params, ranks=(current_plan.group.name,), where="one rank, when its optimizer steps"
+        )
         if params
         else None
     )

@@ -335,7 +335,7 @@ class CurrentPlan:
             raise PhaseError(
                 "an optimizer steps after its parameters have changed and before gradients of "
                 "the new ones are averaged.",
-                where=f"rank {self.group.rank}",
+                where=f"rank {self.group.name}",
                 remedy="Run a forward and a backward between the change and the step.",
             )
         members, hooks = self.members, self.hooks
@@ -397,9 +397,7 @@ class CurrentPlan:
             described = "a communication hook was registered"
             if reducer.hook is compiled.reducer.hook:
                 described = first_change(compiled.plan.params, plan.params)
-        error = changed_unlike(
-            ended, rank=self.group.rank, num_ranks=self.group.num_ranks, change=described
-        )
+        error = changed_unlike(ended, self.group, described)
         if error is None:
             return
         # On the host every rank has read the same and is here now, and the comparison names a

@@ -214,7 +214,7 @@ class Engine:
                 self._follow_thawed()
                 self._begin_rounds(private.graph_task_id())
         elif not is_between and (name := current_plan.members.names.get(id(param))) is not None:
-            raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.rank)
+            raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.name)
 
     def _is_between_rounds(self) -> bool:
         # a new backward has begun, and this round is not its own
@@ -413,8 +413,7 @@ class Engine:
             if found.taken:
                 name, param = hooks.named_params[min(found.taken)]
                 taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
-            group = current_plan.group
-            agreed_errors.require_sound(ended, rank=group.rank, places=group.watch.ask, taken=taken)
+            agreed_errors.require_sound(ended, current_plan.group, taken=taken)
         if found.readings:
             current_plan.require_changed_alike(ended)
         if ended.has_failed:
@@ -490,7 +489,7 @@ class Engine:
         """
         current_plan, progress = self.current_plan, self.progress
         if (self._round is not None or progress.is_owed) and private.graph_task_id() != -1:
-            where = f"synchronization {progress.num_rounds}, rank {current_plan.group.rank}"
+            where = f"synchronization {progress.num_rounds}, rank {current_plan.group.name}"
             raise agreed_errors.step_within_backward(where)
         if self._round is not None:
             self._abandon()
@@ -516,7 +515,7 @@ class Engine:
         forward preceded the backward.
         """
         progress, hooks = self.progress, self.current_plan.hooks
-        where = f"{reader}, rank {self.current_plan.group.rank}"
+        where = f"{reader}, rank {self.current_plan.group.name}"
         if progress.gradients is Gradients.INCOMPLETE:
             # Whatever `.grad` holds: on the rank whose backward failed it is None, cleared or not,
             # if its bucket had left.
@@ -536,7 +535,7 @@ class Engine:
         """
         if not self.current_plan.is_active:
             return
-        number, rank = self.progress.num_rounds, self.current_plan.group.rank
+        number, rank = self.progress.num_rounds, self.current_plan.group.name
         if self._round is not None and self._round.state in ENDED:
             raise agreed_errors.synchronized_already(number)
         self._abandon()

@@ -97,13 +97,14 @@ class ParamHooks:
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
+        self._stream_of = device.stream_of
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
             on_full=no_round,
             backward_id=private.graph_task_id,
             on_backward=listeners.on_backward,
-            stream_of=device.stream_of,
+            stream_of=self._stream_of,
         )
         self.arrivals.owner = listeners.owner
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
@@ -168,7 +169,7 @@ class ParamHooks:
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
-        self.arrivals.regroup([bucket.params for bucket in plan.buckets])
+        self.arrivals.regroup([bucket.params for bucket in plan.buckets], self._stream_of)
         if self._registered:
             self.start()
 

@@ -61,7 +61,7 @@ class Meeting:
         with gradients_aside(self._compiled.params):
             self._round.wait()
         self._compiled.recorder.forgets_buckets()
-        require_sound(self._round, rank=self._group.rank, places=self._group.watch.ask)
+        require_sound(self._round, self._group)
         plans.require_changed_alike(self._round)
         change = plans.change
         assert change is not None
@@ -97,9 +97,10 @@ class Meeting:
             return self._end()
         if any(are_used_by):
             values = of_ranks[differing[0]]
-            others = [rank for rank, value in enumerate(values) if value != values[0]]
+            names = self._group.names
+            others = [names[rank] for rank, value in enumerate(values) if value != values[0]]
             name, number = self._new[differing[0]][0], self._round.terms.number
-            raise started_unlike(name, number, others=others, rank=self._group.rank)
+            raise started_unlike(name, number, others=others, first=names[0], rank=self._group.name)
         write = send_in_place([param for _, param in self._new], self._group)
 
         def end() -> Stage | None:

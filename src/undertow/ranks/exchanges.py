@@ -27,6 +27,7 @@ from undertow.ranks.parcels import (
     Parcel,
     sum_in_order,
 )
+from undertow.ranks.threads import Worker
 from undertow.ranks.transport import Handle, OwnGroup, Task, Work
 
 _GATHER_TAG = 1 << 24  # ranks may start gathers in different orders: a number identifies each
@@ -98,7 +99,7 @@ class P2PCollectives:
 
             return add_up
 
-        return Handle.in_threads(post, self._posting, self._adding, complete=self.group.complete)
+        return self._started(post, self._adding)
 
     def all_reduce(
         self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None
@@ -115,21 +116,9 @@ class P2PCollectives:
 
         def post() -> Task:
             sent = parcel.messages(tensor, self._taken)
-            add_up_flags = None
-            if trailer is not None:
-                add_up_flags = self._post_sum(trailer, tag + 2)
-            add_up_values = self._post_all_reduce(sent, tensor, parcel, self._divisor, tag)
+            return self._post_all_reduce(sent, tensor, parcel, self._divisor, tag, trailer)
 
-            def add_up() -> Task:
-                if add_up_flags is not None:
-                    add_up_flags()
-                return add_up_values()
-
-            return add_up
-
-        return Handle.in_threads(
-            post, self._posting, self._adding, self._gathering, complete=self.group.complete
-        )
+        return self._started(post, self._adding, self._gathering)
 
     def all_reduce_behind(
         self, before: Handle, tensor: Tensor, parcel: Parcel, *, trailer: Tensor
@@ -144,7 +133,6 @@ class P2PCollectives:
 
         def post() -> Task:
             before.wait()
-            add_up_trailer = self._post_sum(trailer, tag + 2)
             divisor = self._divisor
             # Sums over the inner ranks that are not divided yet may be too large for a narrow
             # format, so divide before they are encoded.
@@ -154,17 +142,9 @@ class P2PCollectives:
             is_cast = not (parcel.is_narrow or self._in_order)
             values = tensor.to(trailer.dtype) if is_cast else tensor
             sent = parcel.messages(values, self._taken)
-            add_up_values = self._post_all_reduce(sent, tensor, parcel, divisor, tag)
+            return self._post_all_reduce(sent, tensor, parcel, divisor, tag, trailer)
 
-            def add_up() -> Task:
-                add_up_trailer()
-                return add_up_values()
-
-            return add_up
-
-        return Handle.in_threads(
-            post, self._posting, self._adding, self._gathering, complete=self.group.complete
-        )
+        return self._started(post, self._adding, self._gathering)
 
     def all_gather(
         self, flat: Tensor, parts: Sequence[range], *, number: int, then: Task | None = None
@@ -178,7 +158,7 @@ class P2PCollectives:
         tag = _GATHER_TAG + number
         messages = torch.split(flat[: parts[-1].stop], list(map(len, parts)))
         post = partial(self._post_all_gather, self.group.process_group, messages, then, tag)
-        return Handle.in_threads(post, self._posting, self._gathering, complete=self.group.complete)
+        return self._started(post, self._gathering)
 
     def all_gather_differences(
         self,
@@ -210,7 +190,7 @@ class P2PCollectives:
 
             return self._post_all_gather(group, messages, add, tag)
 
-        return Handle.in_threads(post, self._posting, self._gathering, complete=self.group.complete)
+        return self._started(post, self._gathering)
 
     def release(self) -> None:
         """Frees the memory that is kept for later messages."""
@@ -221,9 +201,20 @@ class P2PCollectives:
         for thread in (self._posting, self._adding, self._gathering):
             thread.shutdown()
 
+    def _started(self, post: Task, *threads: Worker) -> Handle:
+        """Runs `post` in the posting thread, and its further stages in the others."""
+        return Handle.in_threads(post, self._posting, *threads, complete=self.group.complete)
+
     def _post_all_reduce(
-        self, sent: list[Tensor], target: Tensor, parcel: Parcel, divisor: float, tag: int
-    ) -> Callable[[], Task]:
+        self,
+        sent: list[Tensor],
+        target: Tensor,
+        parcel: Parcel,
+        divisor: float,
+        tag: int,
+        trailer: Tensor | None,
+    ) -> Task:
+        add_up_flags = None if trailer is None else self._post_sum(trailer, tag + 2)
         group, rank = self.group.process_group, self.group.rank
         own = sent[rank]
         arriving = self._exchange(sent, tag)
@@ -233,6 +224,8 @@ class P2PCollectives:
         total = self._taken(len(parcel.parts[rank]), accumulation_dtype(target.dtype))
 
         def add_up() -> Task:
+            if add_up_flags is not None:
+                add_up_flags()
             parcel.write(self._add_up(arriving, parcel, total).div_(divisor), rank, own)
             self._give_back([total])
             returning.extend(self.group.send([own] * len(sent), tag + 1, group))

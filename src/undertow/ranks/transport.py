@@ -186,7 +186,7 @@ class OwnGroup:
         user: GroupRef,
         *,
         device: torch.device,
-        limits: SyncConfig | None = None,
+        limits: SyncConfig,
         within: OwnGroup | None = None,
     ) -> None:
         self.user = user
@@ -199,10 +199,21 @@ class OwnGroup:
         # communication hooks and torch's join, as long as they use the user's group
         self.borrowers: set[str] = set()
         self._within = within
-        self._limits = SyncConfig() if limits is None else limits
+        self._limits = limits
         # reentrant: collecting a model here may destroy the group being interrupted
         self._destroying = threading.RLock()
         self._group: weakref.ref[dist.ProcessGroup] | None = None
+
+    @cached_property
+    def names(self) -> Sequence[int]:
+        """Its ranks as errors number them: as in the world, if other groups train other parts."""
+        has_others = self._limits.experts or self._limits.outer
+        return self.user.ranks if has_others else range(self.num_ranks)
+
+    @property
+    def name(self) -> int:
+        """This rank as errors number it."""
+        return self.names[self.rank]
 
     @cached_property
     def device(self) -> torch.device:

@@ -131,17 +131,20 @@ class Arrivals:
         self._last_backward = _NO_BACKWARD
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
-        self._stream_of = stream_of
-        self.regroup(params_of_bucket)
+        self.regroup(params_of_bucket, stream_of)
 
-    def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
+    def regroup(
+        self,
+        params_of_bucket: Sequence[Sequence[int]],
+        stream_of: Callable[[Any], object] | None = None,
+    ) -> None:
         """Switches to other buckets of the same parameters, with other hooks, and resets."""
         self.buckets: list[BucketArrivals] = []
         hooks: dict[int, Callable[[Any], None]] = {}
         for index, params in enumerate(params_of_bucket):
-            bucket = BucketArrivals(self, index, params, self._stream_of)
+            bucket = BucketArrivals(self, index, params, stream_of)
             self.buckets.append(bucket)
-            hook = bucket.arrive if self._stream_of is None else bucket.arrive_on_stream
+            hook = bucket.arrive if stream_of is None else bucket.arrive_on_stream
             hooks.update(dict.fromkeys(params, hook))
         self.hooks = [hooks[param] for param in range(len(self._params))]
         self.reset()

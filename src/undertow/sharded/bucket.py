@@ -43,7 +43,6 @@ from undertow.wire import wire_for
 
 _grad_of = attrgetter("grad")
 _ADDING = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
-_UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,11 +310,11 @@ class GradientPlaceholder(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if op is torch.ops.aten._foreach_zero_.default:
+        if op is private.zero_each:
             for each in args[0]:
                 each.zero_()
             return None
-        if op is _UNSCALING:
+        if op is private.unscale_each:
             return _unscale(*args)
         first = args[0] if args else None
         if isinstance(first, GradientPlaceholder):
@@ -342,7 +341,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
     parts = [grad.part if isinstance(grad, GradientPlaceholder) else grad for grad in grads]
     for dtype in {part.dtype for part in parts}:  # parts of 16-bit parameters are wider
         of_dtype = [part for part in parts if part.dtype == dtype]
-        _UNSCALING(of_dtype, found_inf, inv_scale)
+        private.unscale_each(of_dtype, found_inf, inv_scale)
     if group is not None:
         group.all_reduce(found_inf, "whether gradients are finite", dist.ReduceOp.MAX).wait()
 

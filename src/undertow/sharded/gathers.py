@@ -96,7 +96,7 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
                 return function(*args, **(kwargs or {}))
         arrive(cls, (args, kwargs))
         if function is _T.detach and kind is nn.Parameter and _is_parameter_made():
-            return _T._make_subclass(kind, args[0])
+            return private.make_subclass(kind, args[0])
         return function(*args, **(kwargs or {}))
 
     def deep_copy(param: Tensor, memo: dict[int, Any]) -> Any:

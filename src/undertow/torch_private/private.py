@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -46,6 +47,17 @@ copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._for
 largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = partial(
     torch._foreach_norm, ord=float("inf")
 )
+
+# Counts the writes to a tensor, through itself or its views.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+# A tensor of a subclass over the memory of another one.
+make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
+
+# What a GradScaler calls to unscale gradients and to look for infinities; and zero_grad to write
+# zeros.
+unscale_each: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+zero_each: Any = torch.ops.aten._foreach_zero_.default
 
 _c10d: Any = torch.distributed.distributed_c10d
 # The store through which the ranks of the default group have met.
@@ -262,6 +274,11 @@ def may_train(param: torch.Tensor) -> bool:
     Not an integer or quantized one, or one made in inference mode.
     """
     return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the indices and values of a sparse tensor, which may have a row more than once."""
+    return tensor._indices(), tensor._values()
 
 
 def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:

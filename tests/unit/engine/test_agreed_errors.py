@@ -1,6 +1,7 @@
 """Readings of a round become errors."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
     result = Round(kind=RoundKind.REDUCE, terms=Terms(number=5, mode=0), has_failed=has_failed)
     result.found.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
     return result
+
+
+def of_ranks(number: int, said: str = "") -> Any:
+    """The group of rank 1, whose rank 0 answers so."""
+    watch = SimpleNamespace(ask=lambda mine: {0: said, 1: mine} if said else {})
+    return SimpleNamespace(name=1, num_ranks=number, names=range(number), watch=watch)
 
 
 DIFFERENT = "ranks are not in the same step.\n"
@@ -60,7 +67,7 @@ TEXTS = {
     ],
 )
 def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error: type[Exception], what: str) -> None:
-    assert text_of(error, lambda: require_sound(round_with(*readings), rank=1)) == what + TEXTS[what]
+    assert text_of(error, lambda: require_sound(round_with(*readings), of_ranks(3))) == what + TEXTS[what]
 
 
 @pytest.mark.parametrize(
@@ -69,22 +76,20 @@ def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error:
     ids=["nothing", "uses", "late in time", "overdue without late parts", "changes"],
 )
 def test_a_round_without_trouble_is_sound(readings: list[dict[str, Any]]) -> None:
-    require_sound(round_with(*readings), rank=1)
+    require_sound(round_with(*readings), of_ranks(3))
 
 
 def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
-    require_sound(round_with({"flags": {"failed": (1,)}}, has_failed=True), rank=1)
+    require_sound(round_with({"flags": {"failed": (1,)}}, has_failed=True), of_ranks(3))
     with pytest.raises(Desync):
-        require_sound(round_with({"ranks_differ": True}, has_failed=True), rank=1)
+        require_sound(round_with({"ranks_differ": True}, has_failed=True), of_ranks(3))
 
 
 @pytest.mark.parametrize(
     ("change", "where"), [("", ""), ("parameter 'w' is trained now", ": parameter 'w' is trained now")], ids=["no word", "word"]
 )
 def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, where: str) -> None:
-    error = changed_unlike(
-        round_with({"flags": {"changed": (3,)}}, {"flags": {"changed": (1,)}}), rank=1, num_ranks=4, change=change
-    )
+    error = changed_unlike(round_with({"flags": {"changed": (3,)}}, {"flags": {"changed": (1,)}}), of_ranks(4), change)
     assert (type(error), str(error)) == (
         PlanMismatch,
         "the parameters, or the communication hook, have changed on rank 1, 3 and not on rank 0, 2.\n"
@@ -95,7 +100,7 @@ def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, 
 
 @pytest.mark.parametrize("changed", [[], [(0, 1)], [(0,), (1,)]], ids=["nowhere", "everywhere", "everywhere, in two buckets"])
 def test_parameters_that_changed_on_all_ranks_or_none_are_fine(changed: list[tuple[int, ...]]) -> None:
-    assert changed_unlike(round_with(*({"flags": {"changed": ranks}} for ranks in changed)), rank=0, num_ranks=2) is None
+    assert changed_unlike(round_with(*({"flags": {"changed": ranks}} for ranks in changed)), of_ranks(2), "") is None
 
 
 def test_late_buckets_are_those_of_this_round() -> None:
@@ -105,7 +110,7 @@ def test_late_buckets_are_those_of_this_round() -> None:
 
 def test_where_all_ranks_stand_is_said_by_rank() -> None:
     this_round = round_with({"ranks_differ": True})
-    text = text_of(Desync, lambda: require_sound(this_round, rank=1, places=lambda mine: {1: mine, 0: "synchronization 4"}))
+    text = text_of(Desync, lambda: require_sound(this_round, of_ranks(2, "synchronization 4")))
     assert text.splitlines()[1:4] == [
         "  synchronization 5, rank 1",
         "  rank 0: synchronization 4",
@@ -141,7 +146,7 @@ def test_settings_are_shown_with_six_digits(value: object, shown: str) -> None:
 @pytest.mark.parametrize(("loaded", "what"), [(0xABC, "parameters, fingerprint 000abc"), (0, "no parameter")])
 def test_each_rank_says_what_it_has_loaded(loaded: int, what: str) -> None:
     result = Round(kind=RoundKind.REDUCE, terms=Terms(number=5, loaded=loaded))
-    assert str(loaded_apart(result, rank=1, places=lambda mine: {1: mine, 0: "it has changed no parameter"})) == (
+    assert str(loaded_apart(result, of_ranks(2, "it has changed no parameter"))) == (
         "load_state_dict has changed parameters on some ranks only, or to different values.\n  synchronization 5, rank 1\n"
         f"  rank 0: it has changed no parameter\n  rank 1: it has changed {what}\n"
         "  Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."

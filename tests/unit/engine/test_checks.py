@@ -43,7 +43,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
-    judge = NonFinite(policy, rank=1, find_alone=lambda: None, names=range(2))
+    judge = NonFinite(policy, rank=1, find_alone=lambda: None)
     judge.round_ends(a_round(is_found), PLAN)
     return judge
 

@@ -23,7 +23,7 @@ from undertow.plan import (
     plan_from_groups,
     signature_of,
 )
-from undertow.plan.facts import ranks_differ, trailer_at, with_complements
+from undertow.plan.facts import FACTS, FactKind, ranks_differ, trailer_at, with_complements
 from undertow.plan.layout import padded_numel
 from undertow.wire import WIRES
 
@@ -217,8 +217,9 @@ def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> Non
         assert bucket.numel <= sharded_numel <= bucket.trailer.start == bucket.trailer.used.start
         assert all(earlier.stop == later.start for earlier, later in pairwise(ranges))
         assert ranges[-1].stop == bucket.trailer.stop == bucket.storage_numel
-        # Only the last one carries facts: digests, flags of each rank, flags of late buckets, and times.
-        of_last = [48, 48] + [plan.num_ranks] * 4 + [len(plan.buckets), plan.num_ranks]
+        # Only the last one carries facts.
+        sizes = {FactKind.DIGEST: 48, FactKind.BUCKET_FLAGS: len(plan.buckets)}
+        of_last = [sizes.get(kind, plan.num_ranks) for kind in FACTS.values()]
         assert [len(part) for part in ranges[2:]] == (of_last if bucket is plan.buckets[-1] else [])
         assert bucket.storage_numel % plan.num_ranks == bucket.wire_bytes % 16 == sharded_numel * bucket.itemsize % 16 == 0
 

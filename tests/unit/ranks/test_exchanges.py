@@ -17,6 +17,7 @@ from support.inside import before_lines, opened_group
 from support.models import noise
 from support.ranks import in_ranks
 from support.sharded import chain
+from undertow.config import SyncConfig
 from undertow.device import MAKERS, Accelerator
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import BackendCollectives, Collectives, P2PCollectives
@@ -130,7 +131,7 @@ def test_a_mean_is_added_up_in_rank_order(kind: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("make", [P2PCollectives, BackendCollectives])
 def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(make: Any, in_order: bool, dtype: torch.dtype) -> None:
     across, rank = opened_group(), dist.get_rank()
-    inside = OwnGroup(GroupRef((rank,), "gloo", None), device=across.device)
+    inside = OwnGroup(GroupRef((rank,), "gloo", None), device=across.device, limits=SyncConfig())
     inside.open()
     first, second = make(inside, in_order=in_order, divisor=1), make(across, in_order=in_order, divisor=5)
     started = []

@@ -244,3 +244,35 @@ def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) ->
         assert torch.amp.GradScaler._unscale_grads_ is not original
         each()
     assert torch.amp.GradScaler._unscale_grads_ is original
+
+
+def test_writes_to_a_tensor_and_its_views_count() -> None:
+    tensor = torch.zeros(4)
+    before = private.version_of(tensor)
+    tensor[:2].add_(1)
+    tensor.add_(1)
+    assert private.version_of(tensor) == before + 2
+    assert private.version_of(tensor.data) == 0
+
+
+def test_a_sparse_tensor_has_parts_before_its_rows_are_summed() -> None:
+    indices, values = torch.tensor([[1, 1]]), torch.ones(2, 3)
+    parts = private.parts_of_sparse(torch.sparse_coo_tensor(indices, values, (4, 3), check_invariants=True))
+    assert all(map(torch.equal, parts, (indices, values)))
+
+
+def test_a_subclass_shares_its_memory() -> None:
+    class Other(torch.Tensor):
+        pass
+
+    tensor = torch.zeros(2)
+    other = private.make_subclass(Other, tensor)
+    assert (type(other), other.data_ptr()) == (Other, tensor.data_ptr())
+
+
+def test_gradients_are_unscaled_and_zeroed_together() -> None:
+    grads, found = [torch.ones(2), torch.full((2,), torch.inf)], torch.zeros(1)
+    private.unscale_each(grads, found, torch.tensor([0.5]))
+    assert (grads[0].tolist(), found.item()) == ([0.5, 0.5], 1)
+    private.zero_each(grads)
+    assert [grad.tolist() for grad in grads] == [[0, 0]] * 2
