@@ -78,6 +78,8 @@ def test_an_untraced_function_is_called_as_it_is() -> None:
 def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_them() -> None:
     from torch._dynamo.convert_frame import input_codes
 
+    import undertow.engine.hooks  # which leaves them alone
+
     full: list[int] = []
     param = ones(1)
     arrivals = Arrivals([[0]], [param], on_full=full.append, backward_id=lambda: 0, on_backward=lambda _: None)
