@@ -525,7 +525,7 @@ def at_each_op(sync: GradientSync, call: Callable[[Op], object]) -> None:
 
 def decides(
     groups: Sequence[Sequence[int]] | None, wires: Sequence[str | None] = ()
-) -> contextlib.AbstractContextManager[object]:
+) -> contextlib.AbstractContextManager[mock.Mock]:
     """Whatever is measured, the ranks move to these groups, once; in full width if there are no `wires`."""
     decision = Decision(outcome=Outcome.KEEP)
     if groups is not None:

@@ -138,3 +138,11 @@ def test_the_end_of_a_round_waits_for_trailers_if_the_next_step_needs_them(polic
     config = SyncConfig(nonfinite=policy, check_replicas_every=every)
     checks = Checks(SimpleNamespace(group=group), config)  # type: ignore[arg-type]
     assert [number for number in range(6) if checks.must_be_read(number)] == list(map(int, wanted.replace(" ", "")))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_tells_of_a_step_that_is_skipped(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    judge = NonFinite("skip", rank=rank, find_alone=lambda: None)
+    judge.round_ends(a_round(True), PLAN)
+    assert judge.skips(sgd())
+    assert len(caplog.records) == (rank == 0)

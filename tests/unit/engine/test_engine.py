@@ -18,6 +18,7 @@ from support.models import noise
 from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
 from undertow import (
+    ConfigError,
     ExpertGroup,
     GradientSync,
     NonFiniteGradient,
@@ -280,6 +281,49 @@ def test_a_change_on_one_rank_only_is_a_mismatch_on_all(change: Callable[[Traini
     assert all(f"first difference: {difference}\n" in error for error in errors), errors
 
 
+def test_ranks_that_meet_about_a_change_in_different_steps_are_told() -> None:
+    def train(training: Training) -> None:
+        training.step()
+        training.backward()
+        if training.rank.number == 0:
+            training.optimizer.step()
+        freeze(training)
+        training.backward()
+
+    errors = errors_of(2, train)
+    assert all(error.startswith("Desync: ranks are not in the same step.") for error in errors), errors
+
+
+def test_a_parameter_of_another_model_cannot_join() -> None:
+    def on_rank(rank: Rank) -> None:
+        training, other = Training(rank), Units("linear")
+        other_sync = rank.attach(other)
+        training.step()
+        training.module.units.append(other.units[0])
+        training.order += "3"
+        with pytest.raises(ConfigError, match="units.3"):
+            training.step()
+        other_sync.close()
+        training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
+def test_a_model_that_is_attached_again_is_averaged_once() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+        older, training.sync = training.sync, rank.attach(training.module, bucket_cap_mb=ONE)
+        names: list[str] = []
+        rank.at_start = names.append
+        training.backward()
+        assert [name for name in names if name.startswith("all-reduce")] == names[:1]
+        training.require_mean()
+        training.sync.close()
+        older.close()
+
+    ranks_of(2, on_rank)
+
+
 def test_a_parameter_that_one_rank_has_replaced_by_an_equal_one_is_a_mismatch() -> None:
     def train(training: Training) -> None:
         training.step()
@@ -484,6 +528,11 @@ def test_gradients_of_experts_are_divided_by_their_divisor_whatever_changes() ->
         del training.module.units[2]
         training.kinds, training.order = "linear linear", "01"
         step()
+        new = made("linear", 9)
+        new.bias.grad = torch.full((WIDTH,), 4.0)  # of a backward that nobody has followed
+        training.module.units.append(new)
+        one_process.forward_begins(training.sync)
+        assert torch.equal(new.bias.grad, torch.full((WIDTH,), 2.0))
         last.bias.grad = None
         last(noise(3, WIDTH)).sum().backward()  # nobody's expert any more
         assert torch.equal(last.bias.grad, torch.full((WIDTH,), 3.0))
@@ -743,6 +792,19 @@ def test_measurements_leave_buckets_of_a_given_size_alone() -> None:
     assert errors_of(2, train, "linear " * 20, wire="auto") == ["", ""]
 
 
+def test_ranks_measure_again_if_the_collectives_of_shards_come_later() -> None:
+    def train(training: Training) -> None:
+        for _ in range(11):
+            training.step()
+        training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
+        for _ in range(11):
+            training.step()
+
+    with one_process.decides(None) as decide:
+        assert errors_of(2, train, strategy="zero1", bucket_cap_mb=None) == ["", ""]
+    assert [call.kwargs["has_shards"] for call in decide.call_args_list] == [False, True]
+
+
 def test_a_copied_model_opens_its_group_in_its_first_synchronization() -> None:
     def on_rank(rank: Rank) -> None:
         training = Training(rank)
@@ -773,10 +835,12 @@ def test_a_gradient_that_was_written_before_a_hook_counts() -> None:
     ranks_of(2, on_rank)
 
 
-@pytest.mark.parametrize(("num_ranks", "wanted"), [(1, 0), (2, 4 * 600 * 512)])
-def test_compiled_graphs_are_cut_at_large_buckets_of_several_ranks(num_ranks: int, wanted: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_rows", "wanted"), [(1, 600, 0), (2, 600, 4 * 600 * 512), (2, 512, 2**20), (2, 500, 0)]
+)
+def test_compiled_graphs_are_cut_at_large_buckets_of_several_ranks(num_ranks: int, num_rows: int, wanted: int) -> None:
     def on_rank(rank: Rank) -> int:
-        sync = rank.attach(nn.Linear(512, 600, bias=False))
+        sync = rank.attach(nn.Linear(512, num_rows, bias=False))
         cut_bytes = one_process.cut_bytes(sync)
         sync.close()
         return cut_bytes
@@ -946,6 +1010,17 @@ def test_ranks_that_load_different_values_are_told(changes: tuple[float, float])
         loaded = ", ".join(str(rank) for rank, change in enumerate(changes) if change)
         assert all("ReplicaMismatch: parameter 'units.1.bias' has other values on rank 1 than on rank 0." in e for e in errors)
         assert all(f"synchronization 1, load_state_dict on rank {loaded}; 1 of 6 parameters" in error for error in errors)
+
+
+def test_a_load_after_a_load_is_noticed_too() -> None:
+    def train(training: Training) -> None:
+        load(training, 1.0)
+        training.step()
+        load(training, float(training.rank.number))
+        training.step()
+
+    errors = errors_of(2, train)
+    assert all("ReplicaMismatch: parameter 'units.1.bias' has other values on rank 1" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("cure", ["broadcast", "loaded back", "written"])
