@@ -178,9 +178,10 @@ class Engine:
     def forward_ends(self) -> None:
         """Called after such a forward, which may have made a layer."""
         self.recorder.forward_ends()
-        if self.current_plan.is_stale:
-            self.current_plan.find_change()
-        self.progress.forward = min(self.progress.forward, Forward.ENDED)
+        if self.progress.forward is Forward.RUNNING:  # else it was refused when it began
+            self.progress.forward = Forward.ENDED
+            if self.current_plan.is_stale:
+                self.current_plan.find_change()
 
     # A backward.
 
