@@ -238,7 +238,7 @@ class Watch(NullWatch):
         number = next(self._asks)
         texts = self._texts[number]
         self.say("tells", ask=number, text=text)
-        self._wait_for(lambda: len(texts) == self.ring.num_ranks, patience.ANSWERS_S)
+        self._wait_for_fault_or(lambda: len(texts) == self.ring.num_ranks, patience.ANSWERS_S)
         return texts
 
     def leave(self, error: BaseException | None) -> None:
@@ -270,7 +270,7 @@ class Watch(NullWatch):
             case "does":
                 self.answers[rank] = faults.answer_from(message)
 
-    def _wait_for(self, arrived: Callable[[], object], patience_s: float) -> None:
+    def _wait_for_fault_or(self, arrived: Callable[[], object], patience_s: float) -> None:
         """Waits until a message makes `arrived` true or brings a fault."""
         with self.ring.condition:
             self.ring.condition.wait_for(lambda: self.fault or arrived(), timeout=patience_s)
@@ -301,7 +301,7 @@ class Watch(NullWatch):
         is_over = _TIME_IS_OVER.search(str(error)) is not None
         # After a timeout no rank need be gone. It must be reported before ranks speak whose
         # connections the timeout has closed.
-        self._wait_for(lambda: self.left, patience.ANSWERS_S if is_over else patience.VERDICT_S)
+        self._wait_for_fault_or(lambda: self.left, patience.ANSWERS_S if is_over else patience.VERDICT_S)
         # A message that a rank exited normally cannot be overtaken by one that says it did not.
         fault = self.fault or next(iter(self.left.values()), None)
         if fault is None and is_over:
