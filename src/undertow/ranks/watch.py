@@ -301,7 +301,9 @@ class Watch(NullWatch):
         is_over = _TIME_IS_OVER.search(str(error)) is not None
         # After a timeout no rank need be gone. It must be reported before ranks speak whose
         # connections the timeout has closed.
-        self._wait_for_fault_or(lambda: self.left, patience.ANSWERS_S if is_over else patience.VERDICT_S)
+        self._wait_for_fault_or(
+            lambda: self.left, patience.ANSWERS_S if is_over else patience.VERDICT_S
+        )
         # A message that a rank exited normally cannot be overtaken by one that says it did not.
         fault = self.fault or next(iter(self.left.values()), None)
         if fault is None and is_over:
