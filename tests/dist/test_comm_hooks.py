@@ -364,9 +364,11 @@ def test_a_change_that_comes_in_a_backward_is_refused_by_the_next_forward_until_
         handle = module[0].weight.register_hook(lambda _: setattr(module, "bad", nn.Parameter(torch.zeros(3))))
         loss.backward()
         handle.remove()
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="the saved plan is for another model"):
-                module(torch.ones(2, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, that the end of this forward fails too
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="the saved plan is for another model"):
+                    module(torch.ones(2, 4))
         del module.bad
         for _ in range(2):
             module.zero_grad()

@@ -579,7 +579,7 @@ def test_experts_without_gradients_do_not_stop_a_scaler() -> None:
 
 
 @in_ranks(4, is_fresh=True)
-def test_errors_of_experts_name_ranks_of_the_world() -> None:
+def test_settings_of_experts_that_differ_are_told_by_the_ranks_of_the_model() -> None:
     rank = dist.get_rank()
     with wrapped_mixture(mixture()) as (ddp, _, _):
         optimizer = torch.optim.SGD(ddp.module.experts.parameters(), lr=0.5 if rank == 3 else 0.25)

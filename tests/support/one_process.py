@@ -534,6 +534,18 @@ def decides(
     return mock.patch.object(Tuner, "decide", return_value=decision)
 
 
+def fails_to_start(sync: GradientSync) -> None:
+    """The next round fails before it has a plan, as one that runs out of memory there; something was loaded."""
+    loads = sync._engine.checks.loads
+    digest = loads.digest
+
+    def fail_once() -> int:
+        loads.digest = digest  # type: ignore[method-assign]
+        raise ZeroDivisionError
+
+    loads.digest = fail_once  # type: ignore[method-assign]
+
+
 def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:
     """Gathers of parameters that a rank has not waited for."""
     return sum(each._in_flight for each in exchanges)

@@ -47,8 +47,8 @@ from undertow.torch_private import private
 # it.
 _MOST_AT_ONCE = 512
 
-# To a view in a list that no other code holds, as `is_referenced` counts them.
-_REFERENCES_OF_OURS = sum(map(getrefcount, [torch.empty(0)]))
+# References to an object in a list that no other code holds, as `is_referenced` counts them.
+_REFERENCES_OF_OURS = sum(map(getrefcount, [object()]))
 
 _grad_of = attrgetter("grad")
 

@@ -178,10 +178,9 @@ class Engine:
     def forward_ends(self) -> None:
         """Called after such a forward, which may have made a layer."""
         self.recorder.forward_ends()
-        if self.progress.forward is Forward.RUNNING:  # else it was refused when it began
-            self.progress.forward = Forward.ENDED
-            if self.current_plan.is_stale:
-                self.current_plan.find_change()
+        if self.current_plan.is_stale:
+            self.current_plan.find_change()
+        self.progress.forward = min(self.progress.forward, Forward.ENDED)
 
     # A backward.
 
@@ -348,12 +347,14 @@ class Engine:
         ending.end(first)  # last: an error before leaves a backward that has failed
 
     def _meeting_stage(self, ending: Round) -> Stage:
-        """Returns the first stage of a round that has not started, because of a change."""
-        hooks = self.current_plan.hooks
+        """Returns the first stage of a round that has not started, because of a change or of an
+        error at its start."""
+        start, hooks = partial(self._start_late, ending), self.current_plan.hooks
+        if self.current_plan.change is None:
+            return start
         are_used = self.progress.has_begun or bool(
             hooks.arrivals.arrived or hooks.arrived_before or hooks.outside
         )
-        start = partial(self._start_late, ending)
         return self._meeting(ending.kind, are_used=are_used, then=start).begin
 
     def _meeting(self, kind: RoundKind, *, are_used: bool, then: Stage | None = None) -> Meeting:

@@ -261,8 +261,10 @@ class RoundState(Enum):
     """
 
     OPEN = auto()  # its backward runs; a change of the plan waits for it, and no bucket leaves
-    FILLING = auto()  # its backward runs, and buckets leave as they fill
-    HELD = auto()  # its backward has ended; it starts when the ranks have agreed on the change
+    FILLING = auto()  # it has a plan, and buckets leave as they fill
+    # its backward has ended; it starts when the ranks have agreed on the change, unless it only
+    # accumulates
+    HELD = auto()
     ENDING = auto()  # its backward has ended: `stage` after stage runs, until there is none
 
 

@@ -107,7 +107,7 @@ class P2PCollectives:
         """Starts to replace `tensor` by its mean over ranks, added in rank order.
 
         Ranks of a mesh are added row by row, like exchanges inside and across its rows. Without
-        a parcel all of it travels in full width. `trailer` is apart from the parcel, and becomes
+        a parcel all of it travels in full width. `trailer` is no part of the parcel, and becomes
         its sum over ranks.
         """
         if parcel is None:

@@ -206,9 +206,10 @@ class OwnGroup:
 
     @cached_property
     def names(self) -> Sequence[int]:
-        """Its ranks as errors number them: as in the world, if other groups train other parts."""
-        has_others = self._limits.experts or self._limits.outer
-        return self.user.ranks if has_others else range(self.num_ranks)
+        """Its ranks as errors number them: by their places in the group that it is within."""
+        if self._within is None:
+            return range(self.num_ranks)
+        return list(map(self._within.user.ranks.index, self.user.ranks))
 
     @property
     def name(self) -> int:

@@ -1,5 +1,5 @@
-"""Which gradients of a synchronization have arrived, which buckets are full, and which ops of the
-schedule that releases.
+"""Follows the gradients of a synchronization as they arrive: which buckets are full, and which ops
+of the schedule that releases.
 
 The runtime and the simulator share `Releases`.
 

@@ -52,10 +52,10 @@ largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = part
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 # A tensor of a subclass over the memory of another one.
-make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
+make_subclass: Any = torch.Tensor._make_subclass
 
-# What a GradScaler calls to unscale gradients and to look for infinities; and zero_grad to write
-# zeros.
+# A GradScaler unscales gradients by the first, which looks for infinities too; zero_grad writes
+# zeros by the second.
 unscale_each: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 zero_each: Any = torch.ops.aten._foreach_zero_.default
 

@@ -24,7 +24,8 @@ def reduced(facts: Sequence[Facts], *, dtype: torch.dtype = torch.float32, divid
     codecs = []
     for rank, own in enumerate(facts):
         storage = BucketMemory(layout, [torch.zeros(6, dtype=dtype)])
-        codec = TrailerCodec(layout, storage.trailer, divisor=num_ranks if divides else 1, rank=rank, names=range(num_ranks))
+        divisor = num_ranks if divides else 1
+        codec = TrailerCodec(layout, storage.trailer, divisor=divisor, rank=rank, names=range(10, 10 + num_ranks))
         codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=own)
         codecs.append((codec, storage))
     total = torch.stack([storage.flat for _, storage in codecs]).sum(dim=0)
@@ -39,7 +40,7 @@ def test_ranks_that_set_a_flag_are_known_to_all(fact: str, divides: bool, dtype:
     facts = [Facts(flags={fact: (rank,) if rank in (1, 2) else ()}) for rank in range(4)]
     reading, _ = reduced(facts, dtype=dtype, divides=divides)
     assert reading is not None
-    assert {name: marked for name, marked in reading.flags.items() if marked} == {fact: (1, 2)}
+    assert {name: marked for name, marked in reading.flags.items() if marked} == {fact: (11, 12)}
 
 
 def test_usual_trailers_say_nothing() -> None:
@@ -78,7 +79,7 @@ def test_a_new_fact_is_one_line(kind: FactKind, monkeypatch: pytest.MonkeyPatch)
         assert reading.unlike == ("tired",)
     else:
         assert reading is not None
-        assert reading.flags["tired"] == (0,)
+        assert reading.flags["tired"] == ((10,) if kind is FactKind.RANK_FLAGS else (0,))
 
 
 def test_a_digest_that_is_left_out_accepts_the_others_again() -> None:

@@ -164,6 +164,52 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all_and_the_next_is_sound(ca
     assert errors_of(2, train_after_another_step, bucket_cap_mb=cap) == ["", ""]
 
 
+def test_a_rank_whose_round_fails_to_start_is_told_of_by_the_others() -> None:
+    """Nothing has been sent when it fails, and the others wait for this rank's buckets."""
+
+    def train(training: Training) -> None:
+        training.step()
+        load(training, 1.0)
+        training.module.zero_grad()
+        loss = training.module(training.batch(), training.order).square().sum()
+        is_cause = training.rank.number == 1
+        if is_cause:
+            one_process.fails_to_start(training.sync)
+        with pytest.raises(ZeroDivisionError if is_cause else PeerFailed):
+            loss.backward()
+        training.step()
+        training.require_mean()
+
+    assert errors_of(2, train) == ["", ""]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_layer_that_is_made_in_a_nested_forward_is_averaged(is_late: bool) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = made("linear", 0)
+
+        def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+            inner: Tensor = self(x, depth - 1) if depth else self.layer(x)
+            if depth and is_late and not hasattr(self, "new"):
+                self.new = made("linear", 1)
+            return self.new(inner.detach()) if depth and is_late else inner
+
+    def on_rank(rank: Rank) -> None:
+        module = Nested()
+        sync = rank.attach(module)
+        for _ in range(2):
+            module.zero_grad()
+            module(torch.full((3, WIDTH), 1.0 + rank.number)).sum().backward()
+            trained = module.new if is_late else module.layer
+            of_ranks = rank.gather(trained.weight.grad)
+            assert torch.equal(*of_ranks)
+        sync.close()
+
+    ranks_of(2, on_rank)
+
+
 @pytest.mark.parametrize("kind", [OpKind.PACK, OpKind.BIND])
 def test_a_rank_that_fails_to_pack_keeps_no_other_waiting_and_one_that_fails_to_bind_has_sent_all(kind: OpKind) -> None:
     def on_rank(rank: Rank) -> None:
