@@ -78,6 +78,14 @@ class Training:
             torch.testing.assert_close(param.grad, total / (of or len(everyone)), rtol=1e-6, atol=1e-6)
 
 
+def with_unopened_group(rank: Rank, **settings: Any) -> Training:
+    """As of a copied model: its ranks open the group when they first use it."""
+    training = Training(rank)
+    training.sync.close()
+    training.sync = rank.unopened(training.module, buffers="off", **settings)
+    return training
+
+
 def errors_of(num_ranks: int, work: Callable[[Training], object], *args: Any, **settings: Any) -> list[str]:
     """The error of each rank, or ""; each closes its model after that."""
 
@@ -558,10 +566,8 @@ def test_parts_that_came_late_once_are_waited_for_from_then_on() -> None:
 
 def test_gradients_of_experts_are_divided_by_their_divisor_whatever_changes() -> None:
     def on_rank(rank: Rank) -> None:
-        training = Training(rank)
-        training.sync.close()
         experts = (ExpertGroup(match="*", process_group=None, divisor=4.0),)
-        training.sync = rank.unopened(training.module, buffers="off", experts=experts, bucket_cap_mb=EACH)
+        training = with_unopened_group(rank, experts=experts, bucket_cap_mb=EACH)
 
         def step() -> None:
             training.module.zero_grad()
@@ -854,9 +860,7 @@ def test_ranks_measure_again_if_the_collectives_of_shards_come_later() -> None:
 
 def test_a_copied_model_opens_its_group_in_its_first_synchronization() -> None:
     def on_rank(rank: Rank) -> None:
-        training = Training(rank)
-        training.sync.close()
-        training.sync = rank.unopened(training.module, buffers="off")
+        training = with_unopened_group(rank)
         training.module.zero_grad()
         one_process.forward_begins(training.sync)
         training.backward()
@@ -868,9 +872,7 @@ def test_a_copied_model_opens_its_group_in_its_first_synchronization() -> None:
 
 def test_a_gradient_that_was_written_before_a_hook_counts() -> None:
     def on_rank(rank: Rank) -> None:
-        training = Training(rank)
-        training.sync.close()
-        training.sync = rank.unopened(training.module, buffers="off")
+        training = with_unopened_group(rank)
         bias = training.module.units[0].bias
         bias.grad = torch.full((WIDTH,), 1.0 + 2.0 * rank.number)
         hook(training)

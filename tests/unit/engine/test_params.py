@@ -9,12 +9,6 @@ from undertow.engine.params import first_change, sparse_params, spec_of
 from undertow.plan import ParamSpec
 
 
-class Narrow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-
-
 def wide(tensor: Tensor) -> Tensor:
     tensor.grad_dtype = torch.float32  # type: ignore[attr-defined]
     return tensor
