@@ -102,7 +102,7 @@ REMOVALS = (
         "sharded/steps.py", "                handle.wait()\n            for part", "                pass\n            for part"
     ),
     Removal("sharded/steps.py", "                handle.wait()\n        for slot", "                pass\n        for slot"),
-    Removal("engine/tuning.py", "        exchange.handle.wait()\n", ""),
+    Removal("engine/measuring.py", "        exchange.handle.wait()\n", ""),
     Removal("sync/handles.py", "            self._handle.wait()", "            pass"),
     Removal("ranks/agreement.py", "        handle.wait()\n        _replace", "        _replace"),
     Removal("ranks/agreement.py", "        handle.wait()\n        _write", "        _write"),

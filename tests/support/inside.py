@@ -26,15 +26,15 @@ import undertow.demo.rank
 import undertow.sync.gradient_sync
 from undertow import GradientSync, SyncConfig
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
-from undertow.buckets.recorder import HostClock
 from undertow.buckets.reducer import Reducer
 from undertow.checkpoint import files as checkpoint_files
 from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.engine import params as module_params
 from undertow.engine.engine import Engine
+from undertow.engine.measuring import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.engine.round import CompiledPlan
-from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
+from undertow.engine.trying import NUM_STEPS_COUNTED, Trying
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
 from undertow.ranks import agreement, connections, patience
@@ -50,7 +50,9 @@ from undertow.sync.handles import MeanOverRanks
 from undertow.torch_private import private
 from undertow.torch_private.private import interrupt, timeout_of  # noqa: F401  # for tests
 
-NUM_STEPS_UNTIL_A_MOVE = NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 2  # the next one takes the plan that was decided on
+NUM_STEPS_UNTIL_A_PROFILE = NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 2
+# The next one takes another plan, if the first window decides.
+NUM_STEPS_UNTIL_A_MOVE = NUM_STEPS_UNTIL_A_PROFILE + NUM_STEPS_COUNTED + 1
 Model, OpCall = nn.Module | GradientSync, Callable[[Op], object]
 
 
@@ -82,9 +84,15 @@ def elements_read() -> Iterator[Counter[str]]:
         yield read
 
 
-def processor_time(cpu_s: Callable[[], float]) -> AbstractContextManager[object]:
-    """This rank's processor time, as it is recorded, is what `cpu_s` says."""
-    return mock.patch.object(HostClock, "cpu_s", staticmethod(cpu_s))
+def every_step_takes(step_us: Callable[[], float]) -> AbstractContextManager[object]:
+    """Trials of this rank measure what `step_us` says, whatever a step takes."""
+
+    def send(trying: Trying) -> None:
+        with mock.patch.object(trying._recorder, "us_between", return_value=step_us()):
+            sends(trying)
+
+    sends = Trying._send
+    return mock.patch.object(Trying, "_send", send)
 
 
 def sync_of(model: Model) -> GradientSync:

@@ -34,11 +34,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module
 from torch.optim import optimizer
 
+from support.scripted import scripted
 from undertow import GradientSync, SyncConfig, attach
 from undertow.buckets import comm_hook, reducer
 from undertow.buckets.trailer import Reading
 from undertow.device import device_of
 from undertow.engine import current_plan
+from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
@@ -49,7 +51,6 @@ from undertow.ranks.watch import NullWatch
 from undertow.schedule import Op
 from undertow.sharded import groups
 from undertow.sync import gradient_sync
-from undertow.tune import Decision, Outcome, Tuner
 
 PATIENCE_S = 20.0
 _LEFT = "another rank has failed"
@@ -525,13 +526,13 @@ def at_each_op(sync: GradientSync, call: Callable[[Op], object]) -> None:
 
 def decides(
     groups: Sequence[Sequence[int]] | None, wires: Sequence[str | None] = ()
-) -> contextlib.AbstractContextManager[mock.Mock]:
-    """Whatever is measured, the ranks move to these groups, once; in full width if there are no `wires`."""
-    decision = Decision(outcome=Outcome.KEEP)
-    if groups is not None:
-        formats = tuple(wires) or (None,) * len(groups)
-        decision = Decision(outcome=Outcome.MOVE, groups=tuple(map(tuple, groups)), wires=formats)
-    return mock.patch.object(Tuner, "decide", return_value=decision)
+) -> contextlib.AbstractContextManager[list[Plan]]:
+    """Whatever is measured, the ranks move to these groups, once; in full width if there are no `wires`.
+
+    Yields the plans that were in force when trials began.
+    """
+    fixed = None if groups is None else tuple(map(tuple, groups))
+    return scripted(None if fixed is None else lambda _plan: fixed, wires=wires)
 
 
 def fails_to_start(sync: GradientSync) -> None:

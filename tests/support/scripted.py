@@ -1,12 +1,13 @@
-"""Tuners that have other plans tried, one after another, whatever was measured."""
+"""Trials that take a given plan after the first window, whatever was measured."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
+from typing import Any
 from unittest import mock
 
-from undertow.plan import Groups, Plan
-from undertow.tune import Decision, Outcome, Tuner
+from undertow.engine import tuning
+from undertow.plan import Groups, Plan, plan_from_groups
 
 
 def all_in_one(plan: Plan) -> Groups:
@@ -20,17 +21,46 @@ def one_each(plan: Plan) -> Groups:
     return tuple((index,) for index in reversed(range(len(plan.params))))
 
 
+class ScriptedTrials:
+    """Has what `Trials` has."""
+
+    def __init__(self, present: Plan, candidate: Plan) -> None:
+        self.present, self.candidate = present, candidate
+        self.done: list[Any] = []
+        self.are_over = False
+        self.times_ms: list[float] = []
+
+    @property
+    def plan(self) -> Plan:
+        return self.present
+
+    def window_ends(self, time_ms: float) -> None:
+        self.times_ms.append(time_ms)
+        self.present, self.are_over = self.candidate, True
+
+    def fail(self, _reason: str) -> None:
+        raise AssertionError("nothing was tried")
+
+    def texts(self) -> tuple[str, ...]:
+        return ()
+
+
 @contextlib.contextmanager
-def scripted(*plans: Callable[[Plan], Groups]) -> Iterator[list[Plan]]:
-    """Moves to the next of `plans` at every decision; yields the plans that were in force when one was decided on."""
+def scripted(*plans: Callable[[Plan], Groups] | None, wires: Sequence[str | None] = ()) -> Iterator[list[Plan]]:
+    """Moves to the next of `plans` whenever trials begin, or stays; yields the plans that were in force then."""
     seen: list[Plan] = []
     nexts = cycle(plans)
 
-    def decide(_tuner: Tuner, plan: Plan, *, has_shards: bool) -> Decision:
-        seen.append(plan)
-        groups = next(nexts)(plan)
-        wire = next(filter(None, plan.wires), None)
-        return Decision(outcome=Outcome.MOVE, groups=groups, wires=(wire,) * len(groups))
+    def trials(present: Plan, _order: Sequence[int], *, block: int, **_settings: Any) -> ScriptedTrials:
+        seen.append(present)
+        move = next(nexts)
+        if move is None:
+            return ScriptedTrials(present, present)
+        groups = move(present)
+        wire = next(filter(None, present.wires), None)
+        formats = tuple(wires) or (wire,) * len(groups)
+        candidate = plan_from_groups(present.params, groups, num_ranks=present.num_ranks, wires=formats, block=block)
+        return ScriptedTrials(present, candidate)
 
-    with mock.patch.object(Tuner, "decide", decide):
+    with mock.patch.object(tuning, "Trials", trials):
         yield seen

@@ -133,6 +133,8 @@ class Recorder:
             self._clock = StreamClock(group.hardware)
         self._rank = group.rank
         self.mark: Callable[[], Mark] = self._clock.mark  # of this moment
+        # On a device the host waits for the second one.
+        self.us_between: Callable[[Mark, Mark], float] = self._clock.us_between
         self.completes = self._clock.completes if self.is_on else _is_off
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT[level])
         self._now = _StepMarks(step=0)

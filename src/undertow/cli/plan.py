@@ -4,11 +4,11 @@ from rich.console import Console
 from rich.table import Table
 
 from undertow.config import SyncConfig
-from undertow.plan import Plan, plan_in_order
+from undertow.plan import Candidate, Plan, plan_in_order
 from undertow.report.what_if import WhatIf
 from undertow.schedule import lower_data_parallel
 from undertow.shown import print_line, table_of
-from undertow.tune import table_of_choice
+from undertow.tune import formats_text
 
 _COLUMNS = {
     "bucket": ("bucket", "d"),
@@ -51,8 +51,8 @@ def show_plan(
     if bucket_cap_mb is None:
         print_line(console, f"Network: {what_if.network}")
         print_line(console, "The fastest plans of each number of buckets, predicted:")
-        for row in table_of_choice(what_if.choice.candidates, plan):
-            print_line(console, f"  {row}")
+        for candidate in what_if.choice.candidates:
+            print_line(console, f"  {_candidate_text(candidate, plan)}")
     if has_schedule:
         schedule = lower_data_parallel(len(plan.buckets), chosen)
         # Unformatted, so that a copy of this text parses.
@@ -78,3 +78,15 @@ def _bucket_table(plan: Plan) -> Table:
         }
         rows.append(row)
     return table_of(columns, rows)
+
+
+def _candidate_text(candidate: Candidate, present: Plan) -> str:
+    """Returns the line of a candidate; the present plan is marked."""
+    number = len(candidate.groups)
+    row = f"{candidate.finish_us / 1e3:.2f} ms: {number} bucket{'' if number == 1 else 's'}"
+    if candidate.last_share != 1:
+        row += f", the last one {candidate.last_share:g} of the others"
+    row += formats_text(candidate.wires)
+    if present.is_alike(candidate.groups, candidate.wires):
+        row += " (this plan)"
+    return row

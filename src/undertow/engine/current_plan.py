@@ -7,10 +7,13 @@ Reasons: docs/design/plan-changes.md.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from undertow.buckets.bucket import Layout
@@ -37,6 +40,8 @@ from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, plan_in_order
 from undertow.ranks.agreement import Agreement, surroundings
 from undertow.ranks.transport import OwnGroup
+
+_log = logging.getLogger("undertow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,40 +291,53 @@ class CurrentPlan:
             self.follow()
 
     def adopt_plan(self) -> None:
-        """Called when a round begins: moves to the plan that rank 0 has sent, if it differs; before
-        the first round opens the group.
-
-        With a sharded optimizer, the plan moves as it does when parameters change: from a round
-        without shards of gradients on, gradients are whole until its next step lays parameters out
-        anew.
-        """
+        """Called when a round begins: moves to the plan in rank 0's order, or to the next one that
+        is tried; before the first round opens the group."""
         if not self.group.is_open:
             self.open_group()
-        compiled, hooks = self.compiled, self.hooks
-        tuning, plan = hooks.tuning, None
-        if tuning is not None and tuning.sent is not None:
-            plan = tuning.plan(compiled.present)
-        layout = compiled.layout
-        if layout.strategy.gather is None:
-            if plan is not None:
-                self._move(plan)
+        tuning = self.hooks.tuning
+        if tuning is None or tuning.is_quiet:
             return
-        if plan is not None:
-            hooks.next_plan = plan
-        if hooks.next_plan is not None and not layout.holds_shards:
-            self.wait_for_parameters()
-            layout.make_gradients_whole(hooks.named_params)
-            self._move(self._planned(hooks.named_params, compiled.reducer).plan)
+        if (plan := tuning.planned(self.compiled.plan)) is not None:
+            self.note_written()
+            self._move(plan)
+        if (plan := tuning.tried(self.compiled.plan)) is not None:
+            self._try(plan)
+
+    def _try(self, plan: Plan) -> None:
+        """Moves to a plan that may not stay; if some rank cannot, all return to the one before.
+
+        A collective call: no bucket leaves before every rank has its memory.
+        """
+        before, group = self.compiled.plan, self.group
+        self.note_written()
+        failed = -1
+        try:
+            self._move(plan)
+        except Exception as error:
+            failed = group.rank
+            _log.warning("A plan could not be tried on rank %s: %s", group.name, error)
+        told = torch.tensor([failed], dtype=torch.int64).to(group.device)
+        name = "whether every rank has the next plan"
+        group.all_reduce(told, name, dist.ReduceOp.MAX).wait()
+        rank = int(told.item())
+        if rank >= 0:
+            assert self.hooks.tuning is not None  # it has asked for the plan
+            self.hooks.tuning.cannot_try(group.names[rank])
+            self._move(before)
 
     def _move(self, plan: Plan) -> None:
-        """Puts another plan of the same parameters in force."""
+        """Puts another plan of the same parameters in force.
+
+        What was written into gradients is noted before.
+        """
         before = self.compiled
-        self.note_written()
-        moved = CompiledPlan(plan, before.params, before.reducer, self._recorder, before=before)
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
         before.let_go()
-        _ = moved.buckets
-        self.compiled = moved
+        self.compiled = CompiledPlan(
+            plan, before.params, before.reducer, self._recorder, before=before
+        )
+        _ = self.compiled.buckets
         self.hooks.regroup(plan)
 
     def shard_plan(self, updates: Mapping[int, tuple[int, bool]]) -> Plan:
@@ -339,16 +357,13 @@ class CurrentPlan:
                 remedy="Run a forward and a backward between the change and the step.",
             )
         members, hooks = self.members, self.hooks
-        if members.updates != updates:
-            members.updates, hooks.next_plan = updates, None
+        members.updates = updates
         specs = members.specs(hooks.named_params)
         now = dataclasses.replace(
             self.compiled.plan, params=tuple(specs), num_shards=self.group.user.num_shards
         )
         config = self.compiled.reducer.config
         order = None if hooks.tuning is None else hooks.tuning.order()
-        if hooks.next_plan is not None:
-            return hooks.next_plan
         num_ranks, num_shards = now.num_ranks, now.num_shards
         if config.plan is not None:
             return first_plan(now.params, config, num_ranks=num_ranks, num_shards=num_shards)
@@ -361,11 +376,8 @@ class CurrentPlan:
             has_shards=True,
         )
 
-    def follow_layout(self, plan: Plan, layout: Layout, *, keeps_owners: bool) -> None:
-        """Lays out the same parameters as `layout` says.
-
-        With `keeps_owners`, measurements do not move them to other ranks.
-        """
+    def follow_layout(self, plan: Plan, layout: Layout) -> None:
+        """Lays out the same parameters as `layout` says."""
         before, hooks = self.compiled, self.hooks
         self._recorder.forgets_gathers()
         self.compiled = CompiledPlan(
@@ -376,12 +388,11 @@ class CurrentPlan:
             before=before,
             layout=layout,
         )
-        hooks.next_plan = None
         if self.is_active:
             _ = self.compiled.buckets
         hooks.regroup(plan)
         if hooks.tuning is not None:
-            hooks.tuning.lays_out(keeps_owners=keeps_owners)
+            hooks.tuning.lays_out()
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
@@ -466,7 +477,10 @@ class CurrentPlan:
             if params and self.group.num_ranks > 1:
                 is_observed = change.reducer.config.order == "observed"
                 order = None if is_observed else order_of(compiled.plan)
-                hooks.tuning = Tuning(hooks.arrivals, self._recorder, change.reducer, order)
+                earlier = None if before is None else self.hooks.tuning
+                hooks.tuning = Tuning(
+                    hooks.arrivals, self._recorder, change.reducer, order, earlier=earlier
+                )
         self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active
 
 

@@ -421,8 +421,10 @@ class Engine:
         if ended.has_failed:
             return  # it has left the other ranks already
         self.progress.gradients = Gradients.SOUND
-        if hooks.tuning is not None and hooks.tuning.act is not None:
-            hooks.tuning.act(ended.compiled.present)
+        if hooks.tuning is not None and not hooks.tuning.is_over:
+            hooks.tuning.round_ends(
+                ended.compiled.present, num_forwards=self.progress.num_forwards_before
+            )
         if self.checks.every is not None or self.checks.loads.before:
             self.checks.round_was_sound(ended)
 

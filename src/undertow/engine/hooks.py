@@ -26,7 +26,6 @@ from undertow.engine.tuning import Tuning
 from undertow.plan import Plan
 from undertow.schedule.arrivals import Arrivals, BucketArrivals
 from undertow.torch_private import private
-from undertow.tune import Tuner
 
 _is_trained = attrgetter("requires_grad")
 
@@ -110,7 +109,6 @@ class ParamHooks:
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         # by id, parameters outside of the plan that have got a gradient
         self.outside: dict[int, Tensor] = {}
-        self.next_plan: Plan | None = None  # to which a sharded optimizer moves
         self.tuning: Tuning | None = None  # if there are rounds
         self._on_outside = listeners.on_outside
         self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
@@ -120,11 +118,6 @@ class ParamHooks:
     @property
     def params(self) -> list[Tensor]:
         return [param for _, param in self.named_params]
-
-    @property
-    def tuner(self) -> Tuner | None:
-        """The measurements of these parameters."""
-        return None if self.tuning is None else self.tuning.tuner
 
     def start(self) -> None:
         """Registers the hooks, anew after a regrouping, which changes the functions to call."""

@@ -24,7 +24,7 @@ from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Facts, Reading, Snapshot
 from undertow.device import Accelerator
 from undertow.engine.hooks import ParamHooks, users_hooks
-from undertow.engine.tuning import Present
+from undertow.engine.measuring import Present
 from undertow.errors import ReplicaMismatch, UndertowError
 from undertow.plan import Bucket, Plan, signature_of
 from undertow.ranks.transport import OwnGroup
@@ -239,7 +239,8 @@ class CompiledPlan:
 
         If memory is too small for them, this plan is gone too, and training ends.
         """
-        for bucket in self.buckets:
+        made = self.__dict__.get("buckets", ())  # none if their memory could not be had
+        for bucket in made:
             bucket.release()
 
 

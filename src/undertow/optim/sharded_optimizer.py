@@ -21,7 +21,6 @@ from undertow.optim.state import (
     NEED_WHOLE,
     ParamState,
     gather_states,
-    is_known,
     part_of_state,
     updates_whole_parameters,
 )
@@ -135,8 +134,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": groups,
         }
-        keeps_state = is_whole and not is_known(cls)
-        self._steps = sync._shard(self, described, whole=is_whole, keeps_state=keeps_state)
+        self._steps = sync._shard(self, described, whole=is_whole)
 
     @private.untraced
     @torch.no_grad()

@@ -25,7 +25,7 @@ from undertow.profile import Profile
 from undertow.report.comparison import SimulatedStep
 from undertow.schedule import Strategy, strategy_named
 from undertow.simulate import Conditions, simulate, with_divided_update
-from undertow.tune import bucket_us_of, wire_to_plan
+from undertow.wire import AUTO
 
 _MIB = 1024 * 1024
 PER_PARAMETER, FIXED, PLANNED, MEASURED = (
@@ -37,6 +37,9 @@ PER_PARAMETER, FIXED, PLANNED, MEASURED = (
 _TORCH_CAPS = SizeCaps(cap_bytes=25.0 * _MIB, first_bytes=(1.0 * _MIB,))
 _MUON, _ELEMENTWISE = "muon", ("adamw", "sgd")
 _NOT_HIDDEN = ("emb", "wte", "wpe", "head")  # in names of embeddings and heads
+# Processor time of a bucket where processors are what is short: the host packs, launches and binds
+# it, and the backend's threads copy and add. 0.2 to 0.5 ms on the machine of docs/benchmarks.md.
+_HOST_US = 200.0
 _NEEDS_LINK = 'Give the network, such as --ranks 64 --per-node 8 --link "100gbit,5us".'
 
 
@@ -267,14 +270,14 @@ class WhatIf:
         return with_divided_update(self.profile, plan, self.strategy)
 
     def in_formats(self, groups: Groups) -> Plan:
-        """Returns the plan of these buckets, in the formats that training would choose."""
+        """Returns the plan of these buckets, in the formats that the model chooses."""
         return self._plan(groups, self._choice(groups).best.wires)
 
     def _choice(self, groups: Groups | None) -> Choice:
         """Returns the choice among all plans, or only of the formats of `groups`."""
         bucket_us = self.conditions.of(self.profile)["launch_us"]
         if self.profile.is_measured and self.conditions.launch_us is None:
-            bucket_us = bucket_us_of(self.profile)
+            bucket_us = _bucket_us_of(self.profile)
         model = StepModel(
             params=self.profile.params,
             timing=self.profile.timing,
@@ -284,7 +287,9 @@ class WhatIf:
             bucket_us=bucket_us,
             num_shards=self._num_shards or self.num_ranks,
         )
-        wire = wire_to_plan(self.profile, self.wire) if self.link is None else self.wire
+        wire = self.wire
+        if self.link is None and wire == AUTO and self.profile.is_bound_by_processors:
+            wire = None  # encoding takes more of what is short
         return choose(model, self.profile.order, wire=wire, groups=groups)
 
     def _plan(self, groups: Groups, wires: Wires) -> Plan:
@@ -300,6 +305,11 @@ class WhatIf:
     def _num_shards(self) -> int | None:
         """The ranks of a replica; None is all ranks."""
         return None if self.strategy.crossing is None else self._per_node
+
+
+def _bucket_us_of(profile: Profile) -> float:
+    """Returns the processor time that a bucket costs in backward, in microseconds."""
+    return _HOST_US if profile.is_bound_by_processors else profile.launch_us or 0.0
 
 
 def _format(asked: str | None, of_profile: str | None) -> str | None:

@@ -17,7 +17,7 @@ from undertow.trace.step_report import StepReport
 def end(sync: GradientSync, out: str | None, number: int) -> None:
     """Writes this rank's files into `out`; `number` counts the models of this process from 0.
 
-    Rank 0 prints to standard error: where the time went, the reason for the plan, and the place
+    Rank 0 prints to standard error: where the time went, the plan with its reason, and the place
     of the files. After an error that ended the program it prints
     only the place, so that the error stays in sight.
     """
@@ -30,7 +30,7 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
     if sync.rank == 0 and has_steps and not hasattr(sys, "last_value"):
         from rich.console import Console
 
-        Console(stderr=True).print(report, sync.explain(), soft_wrap=True)
+        Console(stderr=True).print(report, sync.explain().in_brief, soft_wrap=True)
     if out is not None:
         _write(sync, report, profile, Path(out), number)
 

@@ -296,7 +296,6 @@ class _Stepper:
 
     optimizer: weakref.ref[Optimizer]
     is_whole: bool  # one rank updates all of a parameter
-    keeps_state: bool  # nobody knows if it can do without what it has outside of its state
     # Parameters that it has had and no other has, which users may take out of its groups for a
     # while. Weak, because a model may drop them.
     had: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
@@ -343,14 +342,11 @@ class ShardedSteps:
         self._hooks: list[RemovableHandle] = []  # before the forwards of modules
         self._is_closed = False
 
-    def hand_to(
-        self, stepper: Optimizer, settings: dict[str, Any], *, is_whole: bool, keeps_state: bool
-    ) -> None:
+    def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_whole: bool) -> None:
         """Lets `stepper` update its parameters from now on, and nobody else. A collective call;
         raises PlanMismatch if ranks give different `settings`.
 
-        With `is_whole`, one rank updates all of a parameter. With `keeps_state`, measurements move
-        no state to other ranks. Raises ConfigError if an earlier one
+        With `is_whole`, one rank updates all of a parameter. Raises ConfigError if an earlier one
         that still exists updates one of its parameters.
         """
         if self.steppers:
@@ -367,7 +363,7 @@ class ShardedSteps:
             Agreement(group, settings=described).require()
         self.regroup(stepper)
         alive = [each for each in self._steppers if each.optimizer() is not None]
-        self._steppers = [*alive, _Stepper(weakref.ref(stepper), is_whole, keeps_state)]
+        self._steppers = [*alive, _Stepper(weakref.ref(stepper), is_whole)]
 
     def regroup(self, stepper: Optimizer) -> None:
         """Called when `stepper` has other parameters than before.
@@ -449,8 +445,7 @@ class ShardedSteps:
         compiled, plan = current_plan.compiled, current_plan.shard_plan(updates)
         own = compiled.own_gradients() if current_plan.is_active else {}
         sharding = Sharding(plan, compiled.params, self._strategy, self._groups, compiled.recorder)
-        keeps_owners = any(each.keeps_state for each in self._steppers)
-        current_plan.follow_layout(plan, sharding, keeps_owners=keeps_owners)
+        current_plan.follow_layout(plan, sharding)
         sharding.adopt_gradients()
         sharding.reduce_again(own)
         self._are_changed = False

@@ -520,9 +520,7 @@ class GradientSync:
         """Waits for all parameters that a sharded optimizer updates."""
         all_of(*(part._engine.current_plan.wait_for_parameters for part in self._parts))
 
-    def _shard(
-        self, stepper: Optimizer, settings: dict[str, Any], *, whole: bool, keeps_state: bool
-    ) -> ShardedSteps:
+    def _shard(self, stepper: Optimizer, settings: dict[str, Any], *, whole: bool) -> ShardedSteps:
         """Hands the parameters to `stepper`: from its first step on, only it updates them, and each
         rank updates one shard.
 
@@ -536,7 +534,7 @@ class GradientSync:
                 self._module, self._engine, self._config, is_compiled=self._is_compiled
             )
             self._attached.callback(self._steps.close)
-        self._steps.hand_to(stepper, settings, is_whole=whole, keeps_state=keeps_state)
+        self._steps.hand_to(stepper, settings, is_whole=whole)
         return self._steps
 
     def _share(self, kinds: Collection[str], *, source: int = 0) -> None:

@@ -15,7 +15,7 @@ from undertow.engine.tuning import may_move, why_fixed
 from undertow.errors import PhaseError
 from undertow.profile import Profile
 from undertow.ranks.transport import OwnGroup
-from undertow.tune import Explanation, Outcome, explanation
+from undertow.tune import Explanation, explanation
 from undertow.wire import AUTO
 
 _SIZES = tuple(4096 * 4**power for power in range(8))  # bytes: 4 KiB to 64 MiB
@@ -24,11 +24,9 @@ _NUM_TIMES = 5
 
 def measured_profile(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Profile:
     """Returns the measurements of these parameters; raises PhaseError before there are any."""
-    profile = (
-        None
-        if hooks.tuner is None
-        else hooks.tuner.profile(compiled.plan, strategy=compiled.strategy.name)
-    )
+    profile = None
+    if hooks.tuning is not None:
+        profile = hooks.tuning.measured.profile(compiled.plan, strategy=compiled.strategy.name)
     if profile is None:
         raise no_profile(config, compiled.reducer.group)
     return profile
@@ -55,43 +53,42 @@ def no_profile(config: SyncConfig, group: OwnGroup) -> PhaseError:
 
 def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
     """Explains the plan in force; does not communicate."""
-    decision = None if hooks.tuning is None else hooks.tuning.decision
-    why = why_fixed(compiled.reducer)
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    if not why and is_deterministic:
-        why = "torch.use_deterministic_algorithms: another plan rounds differently"
-    if why and config.wire == AUTO and config.plan is None:
-        chooses = may_move(compiled.reducer) and not is_deterministic
-        why += "; wire='auto' " + ("chooses the formats" if chooses else "keeps full width")
-    elif not why:
-        is_decided = decision is not None and decision.outcome in (
-            Outcome.MOVE,
-            Outcome.KEEP,
-            Outcome.TOO_LARGE,
-            Outcome.OWNED,
-        )
-        why = (
-            ("planned from measurements")
-            if is_decided
-            else ("sizes follow from the size of the model: too little is measured")
-        )
+    trying = None if hooks.tuning is None else hooks.tuning.trying
     return explanation(
-        compiled.plan, hooks.tuner, why=why, strategy=compiled.strategy.name, decision=decision
+        compiled.plan,
+        why=_why(hooks, compiled, config),
+        strategy=compiled.strategy.name,
+        trials=() if trying is None else trying.texts(),
     )
 
 
+def _why(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> str:
+    """Returns the reason for the plan in force."""
+    why = why_fixed(compiled.reducer)
+    if not why and compiled.strategy.gather is not None:
+        why = "no other is tried with shards: the optimizer's state would have to move"
+    if why and config.wire == AUTO and config.plan is None:
+        tries = may_move(compiled.reducer) and compiled.strategy.gather is None
+        why += "; wire='auto' " + ("tries formats" if tries else "keeps full width")
+    if hooks.tuning is None or hooks.tuning.trying is None:
+        return why or "sizes follow from the size of the model"
+    told = hooks.tuning.trying.told()
+    return f"{why}: {told}" if why else told
+
+
 def sweep(engine: Engine, config: SyncConfig) -> None:
-    """Teaches the tuner the cost of all-reduces of many sizes; a collective call.
+    """Measures the cost of all-reduces of many sizes; a collective call.
 
     Raises PhaseError if nothing is measured.
     """
     engine.finish_round()
-    tuner, group = engine.current_plan.hooks.tuner, engine.current_plan.group
-    if tuner is None:
+    tuning, group = engine.current_plan.hooks.tuning, engine.current_plan.group
+    if tuning is None or config.record == "off":
         raise no_profile(config, group)
     engine.current_plan.open_group()
     with group.waiting("the measurement of the network"):
-        tuner.learn_costs("all_reduce", _swept_costs(engine.current_plan.compiled.reducer))
+        costs = _swept_costs(engine.current_plan.compiled.reducer)
+        tuning.measured.learn_costs("all_reduce", costs)
 
 
 def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:

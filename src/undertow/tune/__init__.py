@@ -1,27 +1,18 @@
-"""Measures the first steps of a run, and chooses its plan."""
+"""Tries plans on the steps of a run, measures what profiles need, and explains the plan."""
 
-from undertow.tune.explain import Explanation, explanation, table_of_choice
-from undertow.tune.messages import (
-    Decision,
-    Measurement,
-    Outcome,
-    array_of_records,
-    decision_from_array,
-    measurement_from_array,
-)
-from undertow.tune.tuner import Tuner, bucket_us_of, wire_to_plan
+from undertow.tune.explain import Explanation, explanation
+from undertow.tune.measured import Measured
+from undertow.tune.measurement import Measurement, array_of_records, measurement_from_array
+from undertow.tune.trials import Trials, Verdict, formats_text
 
 __all__ = [
-    "Decision",
     "Explanation",
+    "Measured",
     "Measurement",
-    "Outcome",
-    "Tuner",
+    "Trials",
+    "Verdict",
     "array_of_records",
-    "bucket_us_of",
-    "decision_from_array",
     "explanation",
+    "formats_text",
     "measurement_from_array",
-    "table_of_choice",
-    "wire_to_plan",
 ]

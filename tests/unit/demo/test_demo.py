@@ -14,7 +14,7 @@ from undertow.demo.rank import trace_of
 from undertow.demo.run import comparison_table, headline
 from undertow.demo.settings import NUM_WARM_UP_STEPS, WayDone
 from undertow.emulation.link import Carried
-from undertow.engine.tuning import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
+from undertow.engine.measuring import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.trace import Event, Overlap, Trace, overlap_of
 
 TRACE = Trace(

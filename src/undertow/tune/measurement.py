@@ -1,5 +1,4 @@
-"""The messages of tuning: several steps under one plan as measured by all ranks, and the tuner's
-decision on one rank.
+"""Several steps under one plan as measured by all ranks, for profiles.
 
 Ranks exchange rows of numbers, one row per step, and take the maximum over ranks. A row has times
 in microseconds since the end of the previous synchronization, which ends on all ranks at once:
@@ -14,21 +13,17 @@ in backward, and not from when collectives begin and end.
 A gradient is ready when the last rank has it. A collective begins when the last rank launches it,
 and ends when the last rank has its result: all are maxima. Values that a rank does not know are
 minus infinity.
-
-A decision is JSON, which its rank sends to the others.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import IntEnum
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost import Payload
 from undertow.cost.costs import curve_from_samples, line_through
-from undertow.plan import Groups, ParamSpec, Plan, Wires
+from undertow.plan import Plan
 from undertow.plan.timing import in_equal_parts
 from undertow.profile import Profile
 from undertow.trace import BucketRecord, StepRecord, Transfer, cost_samples
@@ -37,8 +32,6 @@ _NUM_TIMES = 8
 _UNKNOWN = -np.inf
 _LEAST_US, _MOST_SKEW = 1e-3, 0.2
 _DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
-# Of a decision as JSON: its times, and each parameter's number and the format of its bucket.
-_MOST_BYTES, _MOST_BYTES_OF_PARAM = 256, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,51 +187,3 @@ def _samples(
         for rows, (launched, done) in zip(steps, times.tolist(), strict=True)
     ]
     return {kind: cost_samples(transfers) for kind in {row.kind for rows in steps for row in rows}}
-
-
-class Outcome(IntEnum):
-    """The decision about a plan after its measurement."""
-
-    MOVE = 0
-    KEEP = 1  # another plan would gain too little
-    UNKNOWN = 2  # buckets of one size do not show the cost of other sizes
-    FROZEN = 3  # another plan would change the rounding, and the user asks for the same bits
-    # the steps were not measured, or another plan has taken over since: they are measured again
-    INCOMPLETE = 4
-    TOO_LARGE = 5  # for a move every rank would hold the whole state of the optimizer for a moment
-    OWNED = 6  # the state of an optimizer that Undertow does not know stays with its owners
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """The plan from now on.
-
-    Times are predictions in microseconds, from the start of a step until all gradients are reduced.
-    """
-
-    outcome: Outcome
-    present_us: float = 0.0  # under the present plan
-    predicted_us: float = 0.0  # under the best plan
-    groups: Groups | None = None  # None: keep the plan
-    wires: Wires = ()  # the format of each bucket
-
-    def to_array(self, params: Sequence[ParamSpec]) -> NDArray[np.uint8]:
-        """Encodes the decision as JSON.
-
-        The length depends on the parameters only, so that every rank knows it before.
-        """
-        text = json.dumps(asdict(self)).ljust(_MOST_BYTES + _MOST_BYTES_OF_PARAM * len(params))
-        return np.frombuffer(bytearray(text.encode()), dtype=np.uint8)
-
-
-def decision_from_array(message: NDArray[np.uint8]) -> Decision:
-    """Decodes the message of `Decision.to_array`."""
-    found = json.loads(message.tobytes())
-    groups = found["groups"] and tuple(map(tuple, found["groups"]))
-    return Decision(
-        outcome=Outcome(found["outcome"]),
-        present_us=found["present_us"],
-        predicted_us=found["predicted_us"],
-        groups=groups,
-        wires=tuple(found["wires"]),
-    )

@@ -1,0 +1,190 @@
+"""Runs windows of steps under one plan after the other, and tells all ranks how long they took.
+
+Reasons: docs/design/tuning.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from itertools import pairwise
+from statistics import median
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from undertow.buckets.recorder import Mark, Recorder
+from undertow.plan import Plan
+from undertow.ranks.transport import Handle, OwnGroup
+from undertow.tune import Trials, Verdict
+
+NUM_STEPS_COUNTED = 3  # of a window. The step that ends with a new plan's first round is left out
+MOST_DROPS = 2  # trials that are dropped begin again once
+_MOST_TIMES_BLOCKED = 100  # windows in which another model of the process tried plans
+
+
+class _Obstacle(IntEnum):
+    """What keeps a rank from trying plans; the largest of all ranks counts."""
+
+    NONE = 0
+    OTHER_MODEL = 1  # two trials at a time would be measured in the same steps
+    DETERMINISTIC = 2  # another plan rounds differently
+
+
+class Trying:
+    """The windows of the trials of one set of parameters.
+
+        move ──> a round ──> three rounds, whose steps are timed ──> times of all ranks ──> move
+                                                  sent when the last one ends, received when the
+                                                  next one begins
+
+    Every rank receives the same times, and so moves to the same plan in the same round. Windows
+    count only if all their steps accumulate as many forwards, on every rank: a step of another kind
+    drops the trials, which begin again once.
+
+    Args:
+        make_trials: Makes the trials of a plan in force.
+        num_drops: How often trials were dropped, of earlier parameters too.
+    """
+
+    # Of the models of a rank, the one that tries plans.
+    _of_rank: ClassVar[weakref.WeakValueDictionary[int, Trying]] = weakref.WeakValueDictionary()
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        group: OwnGroup,
+        make_trials: Callable[[Plan], Trials],
+        *,
+        num_drops: int = 0,
+    ) -> None:
+        self.trials: Trials | None = None  # from the first window on
+        self.num_steps = 0  # in all windows so far
+        self.stopped = ""  # why it ended before its time
+        self.num_drops = num_drops
+        self.sent: Handle | None = None  # `_times` on their way
+        self._times = torch.empty(0)  # of the last window on all ranks; see `_send`
+        self._recorder, self._group, self._make_trials = recorder, group, make_trials
+        self._marks: list[Mark] = []  # the ends of the rounds of this window
+        self._forwards: list[int] = []  # the training forwards of each of these steps
+        self._num_forwards: float | None = None  # of a step, in all windows
+        self._num_times_blocked = 0
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.stopped) or (self.trials is not None and self.trials.are_over)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if a candidate is in force or may be next."""
+        return self.trials is not None and not self.is_over
+
+    @property
+    def is_last_of_window(self) -> bool:
+        """True if the end of the next round sends the times of the window."""
+        return len(self._marks) == NUM_STEPS_COUNTED
+
+    def round_ends(self, plan: Plan, num_forwards: int) -> None:
+        """Called at the end of a sound round under `plan`, after so many training forwards."""
+        if self.trials is None:
+            self.trials = self._make_trials(plan)
+        self.num_steps += 1
+        self._marks.append(self._recorder.mark())
+        self._forwards.append(num_forwards)
+        if len(self._marks) > NUM_STEPS_COUNTED:
+            self._send()
+
+    def next_plan(self) -> Plan:
+        """Receives the times of all ranks, and returns the plan of the next window."""
+        assert self.sent is not None
+        assert self.trials is not None
+        sent, self.sent = self.sent, None
+        sent.wait()
+        *times_ms, most, minus_least, obstacle = self._times.tolist()
+        if obstacle != _Obstacle.NONE:
+            self._meet(_Obstacle(int(obstacle)))
+        elif most != -minus_least or most != (self._num_forwards or most):
+            self._drop()
+        else:
+            self._num_forwards = most
+            self.trials.window_ends(median(times_ms))
+        if self.is_over:
+            self._leave()
+        return self.trials.present if self.stopped else self.trials.plan
+
+    def candidate_fails(self, rank: int) -> None:
+        """Called if `rank` cannot make the buckets of the candidate."""
+        assert self.trials is not None
+        self.trials.fail(f"rank {rank} could not make its buckets")
+        if self.is_over:
+            self._leave()
+
+    def told(self) -> str:
+        """Returns in words how far trials have come."""
+        if self.trials is None:
+            return "sizes follow from the size of the model; others will be tried"
+        num_tried = len(self.trials.done)
+        plans = f"{num_tried} other plan{'' if num_tried == 1 else 's'}"
+        if self.stopped:
+            return f"trials have ended after {self.num_steps} steps: {self.stopped}"
+        if not self.trials.are_over:
+            return f"trials are under way: {self.num_steps} steps, {plans} so far"
+        if any(trial.verdict is Verdict.TAKEN for trial in self.trials.done):
+            return f"its steps were the fastest: {plans} tried in {self.num_steps} steps"
+        if num_tried == 0:
+            return "no other plan is worth a trial"
+        return f"{plans} tried in {self.num_steps} steps, none 2 % faster"
+
+    def texts(self) -> tuple[str, ...]:
+        """Returns a line for each plan that was tried."""
+        return () if self.trials is None else self.trials.texts()
+
+    def close(self) -> None:
+        """Ends it. Counts a drop if a trial is under way, and none otherwise."""
+        self.num_drops = self.num_drops + 1 if self.is_under_way else 0
+        self.stopped = "the parameters have changed"
+        self._leave()
+
+    def _send(self) -> None:
+        times_ms = [
+            self._recorder.us_between(start, stop) / 1e3 for start, stop in pairwise(self._marks)
+        ]
+        forwards = (max(self._forwards), -min(self._forwards))
+        # [steps + 3] float64
+        times = torch.tensor([*times_ms, *forwards, self._obstacle()], dtype=torch.float64)
+        self._times = times.to(self._group.device)
+        self._marks, self._forwards = [], []
+        name = "the times of all ranks"
+        self.sent = self._group.all_reduce(self._times, name, dist.ReduceOp.MAX)
+
+    def _obstacle(self) -> _Obstacle:
+        if torch.are_deterministic_algorithms_enabled():
+            return _Obstacle.DETERMINISTIC
+        if self._of_rank.setdefault(self._group.name, self) is not self:
+            return _Obstacle.OTHER_MODEL
+        return _Obstacle.NONE
+
+    def _meet(self, obstacle: _Obstacle) -> None:
+        self._leave()
+        self._num_times_blocked += 1
+        if obstacle is _Obstacle.DETERMINISTIC:
+            self.stopped = (
+                "torch.use_deterministic_algorithms is on, and another plan rounds differently"
+            )
+        elif self._num_times_blocked == _MOST_TIMES_BLOCKED:
+            self.stopped = "another model of this process tries plans"
+
+    def _drop(self) -> None:
+        assert self.trials is not None
+        self.num_drops += 1
+        if self.num_drops >= MOST_DROPS:
+            self.stopped = "steps have accumulated more or fewer backwards again"
+            return
+        self._num_forwards = None
+        self.trials = self._make_trials(self.trials.present)
+
+    def _leave(self) -> None:
+        if self._of_rank.get(self._group.name) is self:
+            del self._of_rank[self._group.name]
