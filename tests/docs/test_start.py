@@ -12,9 +12,8 @@ import pytest
 from benchmarks import figures
 
 from support.cli import Undertow
-from support.pages import Snippet, execute, snippets
+from support.pages import Snippet, snippets
 from support.project import ROOT
-from support.ranks import Ranks
 from support.warm import python
 
 NAMES = ("index", "quickstart", "faq", "comparison", "benchmarks", "studies")
@@ -35,15 +34,11 @@ SIMULATED = [
 ]
 
 
-def run(snippet: Snippet) -> None:
-    execute(snippet)
-
-
 @pytest.mark.parametrize(
     "snippet", [it for it in ALL if it.mark == "two ranks"], ids=lambda it: f"{Path(it.page).stem}: {it.section}, {it.line}"
 )
-def test_a_snippet_holds(two_ranks: Ranks, snippet: Snippet) -> None:
-    two_ranks.run(run, snippet)
+def test_a_snippet_can_fail(snippet: Snippet) -> None:
+    """tests/docs/test_as_printed.py runs it."""
     assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(snippet.code)))
 
 
