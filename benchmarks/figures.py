@@ -152,10 +152,12 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def _readme(cells: Sequence[Cell], parts: Mapping[str, Any]) -> Table:
-    """Figures for overlap, fewer bytes and fewer synchronizations, each compared with torch's best in the same run."""
+    """Figures for the changed import alone, overlap, fewer bytes and fewer synchronizations, each compared with torch's best
+    in the same run."""
     layers = _steps(_cell(cells, "replay", 2))
     narrow, far = (_of_gpt(parts[name]["rows"]) for name in (slow_networks.NAME, outer.LINK))
     lines = [
+        ("a GPT, 1 Gb/s", "nothing: the changed import alone", narrow[_BEST], narrow[OURS]),
         ("24 timed layers, 1 Gb/s", "`ShardedOptimizer`", layers[_BEST], layers["ours-zero1"]),
         ("a GPT, 1 Gb/s", '`SyncConfig(wire="auto")`', narrow[_BEST], narrow["ours-auto"]),
         ("a GPT, 100 Mb/s between sites", "`SyncConfig(outer=Outer(every=30))`", far[outer.TORCH], far[outer.OUTER]),

@@ -1,6 +1,8 @@
-"""Accelerate with a sharded optimizer, on CPU. Run with.
+"""Accelerate with a sharded optimizer, on CPU.
 
-Torchrun --nproc-per-node=2 examples/accelerate_train.py
+Run with:
+
+    torchrun --nproc-per-node=2 examples/accelerate_train.py
 """
 
 import torch

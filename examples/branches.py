@@ -1,5 +1,8 @@
-"""Branches that each rank uses as its data asks for. Run with: torchrun --nproc-per-node=2
-examples/branches.py
+"""Branches that each rank uses as its data asks for.
+
+Run with:
+
+    torchrun --nproc-per-node=2 examples/branches.py
 
 Which parameters get a gradient differs from rank to rank and from step to step; no flag announces
 it. A gradient is the mean over all ranks, those that did not use the parameter count as zeros.

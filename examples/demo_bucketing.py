@@ -1,5 +1,8 @@
-"""Gradients one by one against gradients in buckets. Run with: torchrun --nproc-per-node=4
-examples/demo_bucketing.py
+"""Gradients one by one against gradients in buckets.
+
+Run with:
+
+    torchrun --nproc-per-node=4 examples/demo_bucketing.py
 
 Many small messages cost a latency each; a bucket carries many gradients for one. The network is
 emulated on this machine (a 1 Gb/s link around gloo), so that the difference shows without a

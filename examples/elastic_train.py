@@ -1,8 +1,9 @@
-"""Training that goes on when a rank dies, also with more or fewer ranks than before, on CPU. Run
-with:
+"""Training that goes on when a rank dies, also with more or fewer ranks than before, on CPU.
 
-torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py --kill-rank 2
---kill-step 17
+Run with:
+
+    torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py \\
+        --kill-rank 2 --kill-step 17
 
 torchrun starts all ranks again, and they go on behind the last checkpoint. The others' errors name
 the killed rank, if torchrun lets them live for as long: with --monitor-interval=3 it looks every

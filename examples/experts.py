@@ -1,4 +1,8 @@
-"""A mixture of experts. Run with: torchrun --nproc-per-node=4 examples/experts.py
+"""A mixture of experts.
+
+Run with:
+
+    torchrun --nproc-per-node=4 examples/experts.py
 
 Ranks 0 and 1 hold two of four experts each, ranks 2 and 3 the same; tokens travel between 0 and 1,
 or 2 and 3. Dense gradients are averaged over all ranks, an expert's are added up over the two that

@@ -1,5 +1,8 @@
-"""A GPT with tied embeddings, accumulation, bf16 and clipping. Run with: torchrun
---nproc-per-node=2 examples/gpt.py
+"""A GPT with tied embeddings, accumulation, bf16 and clipping.
+
+Run with:
+
+    torchrun --nproc-per-node=2 examples/gpt.py
 
 It learns to repeat what it has read: the second half of every sequence is the first half again.
 """

@@ -1,6 +1,8 @@
-"""The HF Trainer with a sharded optimizer, on CPU. Run with.
+"""The HF Trainer with a sharded optimizer, on CPU.
 
-Torchrun --nproc-per-node=2 examples/hf_trainer.py
+Run with:
+
+    torchrun --nproc-per-node=2 examples/hf_trainer.py
 """
 
 import torch

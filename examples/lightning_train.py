@@ -1,6 +1,8 @@
-"""Lightning with a sharded optimizer, on CPU. Run with.
+"""Lightning with a sharded optimizer, on CPU.
 
-Torchrun --nproc-per-node=2 examples/lightning_train.py
+Run with:
+
+    torchrun --nproc-per-node=2 examples/lightning_train.py
 """
 
 import os

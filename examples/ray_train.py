@@ -1,7 +1,9 @@
 """Training on Ray Train with a sharded optimizer, which continues from its last checkpoint if a
-worker dies. Run with:
+worker dies.
 
-python examples/ray_train.py --workers 2 --kill-rank 1 --kill-step 17
+Run with:
+
+    python examples/ray_train.py --workers 2 --kill-rank 1 --kill-step 17
 
 Without --address, Ray is started on this machine. With it, the program runs on the cluster there.
 All nodes need undertow, and --storage must be on a file system that all of them see. Run it again

@@ -1,5 +1,8 @@
-"""A residual network with batch norm, evaluated on one rank. Run with: torchrun --nproc-per-node=2
-examples/resnet.py
+"""A residual network with batch norm, evaluated on one rank.
+
+Run with:
+
+    torchrun --nproc-per-node=2 examples/resnet.py
 
 Each rank moves the running statistics of its batch norms with its own images; before the first
 forward of every step they become those of rank 0 again. In evaluation and under `no_grad` nothing

@@ -1,6 +1,8 @@
-"""Data-parallel training with one line changed. Run with.
+"""Data-parallel training with one line changed.
 
-Torchrun --nproc-per-node=2 examples/train.py
+Run with:
+
+    torchrun --nproc-per-node=2 examples/train.py
 """
 
 import os

@@ -1,5 +1,8 @@
-"""Muon for hidden matrices and AdamW for the rest, in shards, compared with AdamW alone. Run with:
-torchrun --nproc-per-node=2 examples/train_muon.py
+"""Muon for hidden matrices and AdamW for the rest, in shards, compared with AdamW alone.
+
+Run with:
+
+    torchrun --nproc-per-node=2 examples/train_muon.py
 
 Trains the demo's GPT, prints the losses and saves them as muon.png in the present folder. For a
 first look give --steps 40.

@@ -1,6 +1,8 @@
-"""Each rank keeps its share of the optimizer, on CPU. Run with.
+"""Each rank keeps its share of the optimizer, on CPU.
 
-Torchrun --nproc-per-node=2 examples/train_sharded.py
+Run with:
+
+    torchrun --nproc-per-node=2 examples/train_sharded.py
 """
 
 import torch

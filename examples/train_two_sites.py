@@ -3,10 +3,12 @@
 Each site trains alone for 30 steps at a time. What it has learned travels beneath its computation.
 
 One rank per site:
-torchrun --nproc-per-node=2 examples/train_two_sites.py
+
+    torchrun --nproc-per-node=2 examples/train_two_sites.py
 
 Several ranks per site, which are a row of the mesh and are synchronized in every step:
-torchrun --nproc-per-node=4 examples/train_two_sites.py --sites 2
+
+    torchrun --nproc-per-node=4 examples/train_two_sites.py --sites 2
 """
 
 import argparse

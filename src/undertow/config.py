@@ -341,7 +341,8 @@ class SyncConfig:
         stall_timeout_s: Seconds of waiting after which the step fails, with StallTimeout on every
             rank. Infinity turns off either limit. Over gloo the step then fails with StallTimeout
             when the timeout of the process group ends, which also cuts a longer stall_timeout_s
-            short.
+            short. If all ranks wait, for different calls, they do not wait that long: the step
+            fails soon after the report.
         experts: Groups of parameters that are reduced over separate process groups, each an
             ExpertGroup, in the same order on every rank. Not with "hybrid".
         record: "summary" (times of the last 64 steps), "full" (of every step) or "off".

@@ -1,11 +1,13 @@
 """Public docstrings have one format: the section `Args` describes every argument."""
 
+import ast
 import inspect
 import re
 
 import pytest
 
 import undertow
+from support.project import ROOT
 
 # Called by the library, by torch or by frameworks, not by users.
 _NOT_FOR_USERS = {
@@ -39,3 +41,24 @@ def test_the_docstring_describes_every_argument(name, member):
     described = re.findall(r"^ {4}(\w+): ", (inspect.getdoc(member) or "").partition("Args:\n")[2], re.MULTILINE)
     if name not in _NOT_FOR_USERS:
         assert set(described) >= _arguments(member)
+
+
+# Some formatters join or cut the lines of a docstring, and make a sentence of a command.
+_FILES = [path for folder in ("src", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def _docstrings(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_no_docstring_cuts_a_command_in_two():
+    cut = re.compile(r"\b[Rr]un with(\.|: *\S)|\brun\nwith|^(Torchrun|Python|Undertow) -|^--\w", re.MULTILINE)
+    assert [f"{path.name}: {text[:80]}" for path in _FILES for text in _docstrings(path) if cut.search(text)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_an_example_says_how_to_run_it_in_one_line(path):
+    text = next(_docstrings(path))
+    assert re.search(rf"^    (?:torchrun|python) .*examples/{path.name}\b", text, re.MULTILINE)

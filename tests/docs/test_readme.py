@@ -1,7 +1,6 @@
 """Every snippet and command of the README is run, or checked differently if a run takes long; every limit has its tests."""
 
 import contextlib
-import io
 import os
 import re
 import shlex
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.errors import in_pieces
-from support.pages import execute, snippets
+from support.pages import snippets
 from support.project import ROOT
 from support.ranks import in_ranks
 from support.sharded import hybrid
@@ -37,7 +35,7 @@ from undertow import (
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = list(snippets(ROOT / "README.md"))
 PYTHON = [snippet for snippet in SNIPPETS if snippet.language == "python"]
-FIRST, SHARDED = PYTHON
+FIRST, _SHARDED = PYTHON  # test_as_printed.py runs both
 NAMED = re.findall(r"`((?:make|pip|torchrun|undertow|python) [^`]+)`", TEXT)
 # These take minutes, a network, or processes: each has a check below or in the file that is named. tests/docs/test_start.py
 # knows targets of make.
@@ -90,15 +88,6 @@ def test_pip_installs_extras_that_there_are(command: str) -> None:
     with (ROOT / path / "pyproject.toml").open("rb") as file:
         known = tomllib.load(file)["project"]["optional-dependencies"]
     assert [extra for extra in extras.rstrip("]").split(",") if extra and extra not in known] == []
-
-
-@in_ranks(2)
-def test_the_snippets_run_one_after_the_other() -> None:
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(dist, "init_process_group", lambda _backend: None)
-        names = execute(replace(FIRST, code=FIRST.code.removesuffix("dist.destroy_process_group()\n")))
-        execute(SHARDED, torch=names["torch"])["model"].close()
-    assert printed.getvalue().count("Where a step goes") == (dist.get_rank() == 0)
 
 
 # Every limit that docs/limits.md states has tests that show it.

@@ -12,9 +12,8 @@ import pytest
 from benchmarks import figures
 
 from support.cli import Undertow
-from support.pages import Snippet, execute, snippets
+from support.pages import Snippet, snippets
 from support.project import ROOT
-from support.ranks import Ranks
 from support.warm import python
 
 NAMES = ("index", "quickstart", "faq", "comparison", "benchmarks", "studies")
@@ -35,15 +34,11 @@ SIMULATED = [
 ]
 
 
-def run(snippet: Snippet) -> None:
-    execute(snippet)
-
-
 @pytest.mark.parametrize(
     "snippet", [it for it in ALL if it.mark == "two ranks"], ids=lambda it: f"{Path(it.page).stem}: {it.section}, {it.line}"
 )
-def test_a_snippet_holds(two_ranks: Ranks, snippet: Snippet) -> None:
-    two_ranks.run(run, snippet)
+def test_a_snippet_can_fail(snippet: Snippet) -> None:
+    """tests/docs/test_as_printed.py runs it."""
     assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(snippet.code)))
 
 
@@ -117,10 +112,11 @@ def test_pages_have_the_figures_that_make_figures_writes() -> None:
         assert page.read_text(encoding="utf-8") == figures.filled(page.read_text(encoding="utf-8"), TABLES), "run make figures"
 
 
-def test_every_table_is_on_a_page_and_the_readme_has_three_figures() -> None:
+def test_every_table_is_on_a_page_and_the_readme_begins_with_the_import_alone() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
     assert sorted(re.findall(r"<!-- figures: ([\w-]+) -->", text)) == sorted(TABLES)
-    assert len(TABLES["readme"]) == 1 + 3
+    assert len(TABLES["readme"]) == 1 + 4
+    assert "the changed import alone" in TABLES["readme"][1][1]
 
 
 def test_results_of_a_run_replace_those_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

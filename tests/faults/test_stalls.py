@@ -4,6 +4,8 @@ import contextlib
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from support.processes import Rank, run_ranks
 from undertow import (
     DistributedDataParallel,
     GradientBucketManager,
+    Outer,
     ShardedOptimizer,
     StallTimeout,
     SyncConfig,
@@ -26,6 +29,8 @@ from undertow import (
     load_checkpoint,
     save_checkpoint,
 )
+from undertow.cost import link_from_text
+from undertow.emulation.link import BACKEND, emulated_backend
 
 pytestmark = pytest.mark.waits
 FIRST = "bucket 0 ('last.bias')"
@@ -152,10 +157,14 @@ def without_frames(text: str) -> str:
     return "\n".join(line for line in plain(text).split("\n") if ", in " not in line or ", in code" in line)
 
 
-def error_of(call: Callable[[], object]) -> str:
+def text_of_stall(call: Callable[[], object]) -> str:
     with pytest.raises(StallTimeout) as caught:
         call()
-    return without_frames(str(caught.value))
+    return plain(str(caught.value))
+
+
+def error_of(call: Callable[[], object]) -> str:
+    return without_frames(text_of_stall(call))
 
 
 def error_of_the_first(rank: Rank, name: str, call: Callable[[], object]) -> str:
@@ -253,3 +262,100 @@ def test_every_call_of_all_ranks_ends_with_the_rank_that_does_not_make_it() -> N
             "(if its data has ended: finish())",
             REMEDY,
         ], first.log
+
+
+# A deadlock: every rank waits, and none can continue. It ends long before stall_timeout_s.
+PATIENT = SyncConfig(stall_warning_s=0.2, stall_timeout_s=math.inf, buffers="off")
+STATE = "the state of a ShardedOptimizer, for which every rank must call state_dict()"
+# Calls of rank 0 alone, by its wait; the others take the next step.
+ALONE: dict[str, Callable[[DistributedDataParallel, ShardedOptimizer, Path], object]] = {
+    STATE: lambda _model, optimizer, _path: optimizer.state_dict(),
+    "all ranks, to save a checkpoint": lambda model, _optimizer, path: save_checkpoint(path, model),
+    "the mean over ranks": lambda model, _optimizer, _path: model.mean_over_ranks(1.0).wait(),
+    "the shards of bucket 0": lambda model, _optimizer, _path: model.full_gradient(model.module[0].weight),
+    "parameters or buffers of another rank": lambda model, _optimizer, _path: model.broadcast_parameters(),
+    "a reduction over the process group": lambda *_: (
+        GradientBucketManager(dist.group.WORLD, [torch.ones(3)]).reduce_bucket_async(0).wait()
+    ),
+}
+
+
+def step(model: nn.Module, optimizer: ShardedOptimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def calls_alone(name: str, rank: Rank) -> str:
+    rank.meet()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), config=PATIENT)
+    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    for _ in range(3):
+        step(model, optimizer)
+    return text_of_stall(
+        lambda: ALONE[name](model, optimizer, rank.directory / "checkpoint") if rank.number == 0 else step(model, optimizer)
+    )
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), alternately(ALONE))
+def test_ranks_that_wait_for_different_things_fail_without_a_timeout(name: str, num_ranks: int) -> None:
+    for number, rank in enumerate(run_ranks(partial(calls_alone, name), num_ranks)):
+        first, where, *waits, remedy = rank.words.get("value", "\n").split("\n")
+        assert first.endswith(": all ranks wait, for different things."), rank.log
+        assert where == f"  synchronization 3, rank {number}"
+        assert waits[0] == f"  rank 0: synchronization 3, waits for {name}"
+        assert all(wait.startswith(f"  rank {other + 1}: synchronization 3, waits for ") for other, wait in enumerate(waits[1:]))
+        assert len(waits) == num_ranks
+        assert remedy == (
+            "  Move the call out of `if rank == 0`; to save on one rank, every rank calls consolidate_state_dict() before."
+            if name == STATE
+            else "  Make the same calls on every rank, in the same order: look for one under `if rank == 0` or in a branch that "
+            "only some ranks take."
+        )
+
+
+def leaves_a_step_out(rank: Rank) -> str:
+    """A rank of one replica saves while the other replica trains on alone, until it needs the first one."""
+    rank.meet()
+    settings = replace(PATIENT, outer=Outer(every=4, fragments=1, delay=1))
+    model = DistributedDataParallel(nn.Linear(4, 3), config=settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    steps(6)
+    return text_of_stall(lambda: save_checkpoint(rank.directory / "checkpoint", model) if rank.number == 0 else steps(10))
+
+
+def test_replicas_that_wait_for_different_things_fail_without_a_timeout() -> None:
+    for rank in run_ranks(leaves_a_step_out, 2):
+        assert ": all ranks wait, for different things.\n" in rank.words.get("value", ""), rank.log
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "experts"])
+@pytest.mark.parametrize("point", ["forward", "backward", "after step"])
+def test_a_rank_that_is_paused_for_several_queries_is_in_no_deadlock(way: str, point: str) -> None:
+    num_ranks = 4 if way == "experts" else 2
+    fault = Place(point, way).fault("paused", num_ranks, settings=WARNS, seconds=2.5)
+    for rank in outcomes(fault):
+        assert rank.kind == "", rank.text
+
+
+def trains_over_a_slow_link(rank: Rank) -> str:
+    with emulated_backend(link_from_text("1mbit")):
+        rank.meet(BACKEND)
+        settings = replace(PATIENT, bucket_cap_mb=0.2)
+        model = DistributedDataParallel(nn.Sequential(*(nn.Linear(200, 200) for _ in range(3))), config=settings)
+        model(torch.ones(2, 200)).sum().backward()  # three buckets of more than a second each
+        model.close()
+        dist.destroy_process_group()
+    return "trained"
+
+
+def test_ranks_whose_transfers_take_longer_than_several_queries_are_in_no_deadlock() -> None:
+    for rank in run_ranks(trains_over_a_slow_link, 2):
+        assert rank.words.get("value") == "trained", rank.log
+        assert any(": all ranks wait for it." in text for text in rank.words["logged"])

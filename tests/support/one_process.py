@@ -227,6 +227,9 @@ class FakeGroup:
     def waiting(self, _what: str = "") -> Iterator[None]:
         yield
 
+    def makes_call(self, _name: str) -> None:
+        pass
+
     def all_reduce(self, tensor: Tensor, _name: str, op: Any = None, **how: Any) -> Handle:
         return self.all_reduce_async(tensor, op, **how)
 

@@ -474,6 +474,7 @@ class Round:
             keeps_own=self.terms.keeps_own,
             is_discarded=self.has_failed or self.kind is RoundKind.RETIRE,
         )
+        self.compiled.group.makes_call(bucket.label)
         recorder = self.compiled.recorder
         # At the end of the backward of one model, a single bucket is waited for at once: the end of
         # its collective needs no mark.

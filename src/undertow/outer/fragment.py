@@ -221,6 +221,7 @@ class Fragment:
             flight.handle = replicas.exchanges.all_reduce(
                 sent[:], self.parcel, trailer=sent[numel:]
             )
+        column.makes_call(f"fragment {self.index}")
         flight.handle.on_done(flight.notes_end)
 
     def arrive(self) -> int | None:

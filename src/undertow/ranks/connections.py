@@ -1,15 +1,15 @@
 """Connections of a rank to its two neighbors, over TCP, with the standard library alone.
 
 Ranks meet in the store of torch.distributed and leave there where they listen, with a random token.
-Every rank then
+Every rank then does two things at once, so that ranks cannot wait for each other in a circle:
 
-1. connects to the next rank, and sends that rank's token;
-2. accepts connections until one brings its own token;
-3. meets the others again: if one of them was not reached, all give up.
+- it connects to the next rank, and sends that rank's token;
+- it accepts connections until one has brought its own token.
 
-No rank waits before it has connected, so that ranks cannot wait for each other in a circle. A
-connection without the token is closed: nothing that a port scanner sends is parsed. The listening
-socket lives for the handshake only.
+Then it meets the others again: if one of them was not reached, all give up.
+
+Outsiders can connect too. `handshake.py` says why they hold up no rank. The listening socket lives
+for the handshake only.
 
 A message is a line of JSON.
 
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from torch.distributed.distributed_c10d import Store
 
 from undertow.ranks import patience
+from undertow.ranks.handshake import Handshake, Place
 
 OnWait = Callable[[Sequence[int]], object]
 
@@ -176,84 +177,61 @@ class Rendezvous:
             self.store.set(f"{self.key}/why", why)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The address of a rank, as it leaves it in the store."""
-
-    rank: int
-    address: str
-    port: int
-    token: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} at {self.address} port {self.port}"
-
-
 def connect_ring(meeting: Rendezvous) -> list[Connection]:
     """Connects this rank to its neighbors and returns them, the next one first; every rank of the
     ring calls it.
 
     Raises ConnectionError on every rank, with one reason, if some pair cannot connect.
     """
-    rank, num_ranks = meeting.rank, meeting.num_ranks
-    links = list[tuple[socket.socket, int]]()
-    here = _Place(rank, "", 0, secrets.token_hex())
+    rank = meeting.rank
+    links = dict[int, socket.socket]()
+    here = Place(rank, "", 0, secrets.token_hex())
     with contextlib.ExitStack() as undo:
         try:
             listener = undo.enter_context(_listening(own_address(host_of(meeting.store))))
             address, port, *_ = listener.getsockname()
-            here = _Place(rank, address, port, here.token)
+            here = Place(rank, address, port, here.token)
         except OSError as error:
             meeting.fail(f"rank {rank} cannot listen for other ranks: {error}")
         meeting.arrive("at", json.dumps([here.address, here.port, here.token]))
-        after = (rank + 1) % num_ranks
         try:
-            # Two ranks are neighbors on both sides, and one connection is enough.
-            if not meeting.has_failed and (num_ranks > 2 or rank == 0):
-                place = _Place(after, *json.loads(meeting.told_by(after, "at")))
-                links.append((undo.enter_context(_connected(place)), after))
-            if not meeting.has_failed and (num_ranks > 2 or rank == 1):
-                link = undo.enter_context(_accepted(listener, here, meeting))
-                links.append((link, (rank - 1) % num_ranks))
+            if not meeting.has_failed:
+                links = _neighbors(listener, here, meeting)
         except OSError as error:
             meeting.fail(f"rank {rank} {error}")
+        for link in links.values():
+            undo.callback(link.close)
         meeting.arrive("through")
         if meeting.has_failed:
             raise ConnectionError(meeting.store.get(f"{meeting.key}/why").decode())
         undo.pop_all()
         listener.close()
-    return [Connection(link, other) for link, other in links]
+    return [Connection(link, other) for other, link in links.items()]
 
 
-def _connected(place: _Place) -> socket.socket:
-    """Returns a connection to that rank, which is sent its token."""
-    try:
-        link = socket.create_connection((place.address, place.port), patience.CONNECT_S)
-        link.sendall(place.token.encode())
-    except OSError as error:
-        raise ConnectionError(f"cannot connect to {place}: {error}") from error
-    return link
+def _neighbors(
+    listener: socket.socket, here: Place, meeting: Rendezvous
+) -> dict[int, socket.socket]:
+    """Returns the connections to the next rank and to the one before, by rank.
 
-
-def _accepted(listener: socket.socket, here: _Place, meeting: Rendezvous) -> socket.socket:
-    """Returns the first connection that brings the token; closes all others."""
-    until_s = time.monotonic() + patience.CONNECT_S
-    while time.monotonic() < until_s and not meeting.has_failed:
-        with contextlib.suppress(TimeoutError):
-            link, _ = listener.accept()
-            if _brings_token(link, here.token):
-                return link
-            link.close()
-    raise TimeoutError(f"is not reached at {here.address} port {here.port} by the rank before it")
-
-
-def _brings_token(link: socket.socket, token: str) -> bool:
-    said = b""
-    link.settimeout(patience.PROOF_S)
-    with contextlib.suppress(OSError):
-        while len(said) < len(token) and (part := link.recv(len(token) - len(said))):
-            said += part
-    return secrets.compare_digest(said, token.encode())
+    Returns none if another rank has failed meanwhile. Raises OSError if a neighbor is not connected
+    in time.
+    """
+    # Two ranks are neighbors on both sides, and one connection is enough.
+    are_two = meeting.num_ranks == 2
+    after, before = (here.rank + 1) % meeting.num_ranks, (here.rank - 1) % meeting.num_ranks
+    with contextlib.closing(Handshake(here, before)) as handshake:
+        if not are_two or here.rank == 0:
+            handshake.connect(Place(after, *json.loads(meeting.told_by(after, "at"))))
+        if not are_two or here.rank == 1:
+            handshake.accept(listener)
+        until_s = time.monotonic() + patience.CONNECT_S
+        while time.monotonic() < until_s and not meeting.has_failed:
+            if handshake.is_done_within(patience.LOOK_S):
+                return handshake.taken()
+        if not meeting.has_failed:
+            raise handshake.why_not()
+    return {}
 
 
 def own_address(host: str) -> str:
@@ -315,5 +293,5 @@ def _is_loopback(address: str) -> bool:
 def _listening(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-    listener.settimeout(patience.LOOK_S)
+    listener.setblocking(False)
     return listener

@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,6 +21,8 @@ from undertow.foreign import printable_lines
 
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
+_ALL_WAIT = "all ranks wait, for different things"
+_ALL_WAIT_FOR_IT = "all ranks wait for it"
 _MAX_TEXT = 2000  # limit on the characters of an error that are sent
 _KINDS = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
 # Parts of a file's path, and the activity of a thread that runs its code.
@@ -60,6 +64,14 @@ class Fault:
         }
 
 
+class Call(NamedTuple):
+    """A collective call that a rank has made: the `number`-th with this name by these ranks."""
+
+    name: str
+    ranks: tuple[int, ...]  # of the model's ranks; empty if all of them make it
+    number: int
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A rank's own report of its activity, to ranks that have waited for long."""
@@ -67,6 +79,9 @@ class Answer:
     waits_for: str  # the name of its wait; empty if it does not wait
     waited_s: float
     text: str  # its activity, in one line or several
+    since_s: float = 0.0  # when the wait began, by the clock of that rank
+    calls: Sequence[Call] = ()  # its last one over each group
+    lacks: Sequence[Call] = ()  # those that it was asked about and has not made
 
 
 @dataclass(slots=True)
@@ -83,6 +98,14 @@ class Activity:
     thread: int = field(default_factory=threading.get_ident)
     # its name, and when it began; without a name if this rank does not wait
     wait: tuple[str, float] = "", 0.0
+    # how often it has made each collective call, and the last one, by their ranks
+    num_calls: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
+    last_calls: dict[tuple[int, ...], str] = field(default_factory=dict)
+
+    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Counts a collective call of `ranks`, or of all ranks if that is empty."""
+        self.num_calls[name, ranks] += 1
+        self.last_calls[ranks] = name
 
     def num_steps(self) -> int:
         return self.steps()[0]
@@ -91,18 +114,40 @@ class Activity:
         waits_for, since_s = self.wait
         return time.monotonic() - since_s if waits_for else 0.0
 
-    def answer(self, rank: int) -> Answer:
+    def answer(self, rank: int, about: Sequence[Call] = ()) -> Answer:
+        """Returns what this rank does, and which of the calls in `about` it has not made."""
         step, has_begun = self.steps()
         head = f"rank {rank}: synchronization {step}, "
         waits_for, since_s = self.wait
         if waits_for:
-            return Answer(waits_for, time.monotonic() - since_s, f"{head}waits for {waits_for}")
+            return Answer(
+                waits_for,
+                time.monotonic() - since_s,
+                f"{head}waits for {waits_for}",
+                since_s,
+                self._calls(),
+                self._lacks(rank, about),
+            )
         frames = frames_of(self.thread)
         doing = activity(frames, self._names())
         if not has_begun:
             since = f"since synchronization {step}" if step else "yet"
             doing += f", no training forward {since} (if its data has ended: finish())"
         return Answer("", 0.0, "\n    ".join((head + doing, *stack_lines(frames))))
+
+    def _calls(self) -> list[Call]:
+        return [
+            Call(name, ranks, self.num_calls[name, ranks])
+            for ranks, name in list(self.last_calls.items())
+        ]
+
+    def _lacks(self, rank: int, about: Sequence[Call]) -> list[Call]:
+        return [
+            call
+            for call in about
+            if (rank in call.ranks or not call.ranks)
+            and self.num_calls[call.name, call.ranks] < call.number
+        ]
 
     def _names(self) -> dict[int, str]:
         """Returns the names of the model's modules, by id."""
@@ -157,6 +202,16 @@ def stalled(text: str) -> Fault:
         "Find out why the late ranks are late, or set stall_timeout_s higher if such waits are "
         "expected."
     )
+    if _ALL_WAIT_FOR_IT in first:
+        remedy = (
+            "Find out why the network is slow or interrupted, or set stall_timeout_s higher if "
+            "such waits are expected."
+        )
+    if _ALL_WAIT in first:
+        remedy = (
+            "Make the same calls on every rank, in the same order: look for one under "
+            "`if rank == 0` or in a branch that only some ranks take."
+        )
     if "every rank must call" in text:
         remedy = (
             "Move the call out of `if rank == 0`; to save on one rank, every rank calls "
@@ -202,6 +257,29 @@ def late_ranks(answers: Mapping[int, Answer], *, num_ranks: int) -> set[int]:
     return {rank for rank in range(num_ranks) if rank not in answers or not answers[rank].waits_for}
 
 
+def are_in_deadlock(
+    before: Mapping[int, Answer], answers: Mapping[int, Answer], *, num_ranks: int
+) -> bool:
+    """Returns True if no rank can continue: each waits, and has made a call that another one of its
+    ranks has not made. `before` are the answers of an earlier query.
+
+    Ranks that run the same program make their calls in the same order, however slow they are. Then
+    the last call of the rank that is furthest behind has been made by all, so this is never True.
+    It is True only if ranks have taken different ways, and have been in the same waits during both
+    queries. A wait that ends in between, late or not, is progress.
+    """
+    lacked = set(chain.from_iterable(answer.lacks for answer in answers.values()))
+    for rank in range(num_ranks):
+        first, second = before.get(rank), answers.get(rank)
+        if first is None or second is None or not second.waits_for:
+            return False
+        if (first.since_s, first.calls) != (second.since_s, second.calls):
+            return False
+        if lacked.isdisjoint(second.calls):
+            return False
+    return True
+
+
 def stall_text(answers: Mapping[int, Answer], gone: Mapping[int, str], *, num_ranks: int) -> str:
     """Describes each rank's wait or activity, if one waits.
 
@@ -213,11 +291,11 @@ def stall_text(answers: Mapping[int, Answer], gone: Mapping[int, str], *, num_ra
         return ""
     first = max(waiting, key=lambda rank: answers[rank].waited_s)
     late = late - gone.keys() or late
-    named = (
-        (f"rank {', '.join(map(str, sorted(late)))} has not come")
-        if late
-        else "all ranks wait, for different things"
-    )
+    if late:
+        named = f"rank {', '.join(map(str, sorted(late)))} has not come"
+    else:
+        waits = {answer.waits_for for answer in answers.values()}
+        named = _ALL_WAIT if len(waits) > 1 else _ALL_WAIT_FOR_IT
     lines = [
         f"rank {first} has waited {answers[first].waited_s:.0f} s for "
         f"{answers[first].waits_for}: {named}."
@@ -278,8 +356,21 @@ def fault_from(message: Mapping[str, Any]) -> Fault:
 
 def answer_from(message: Mapping[str, Any]) -> Answer:
     """Parses another rank's answer; raises ValueError, TypeError or KeyError if it is malformed."""
-    waits_for = str(message["waits_for"])[:_MAX_TEXT]
-    return Answer(waits_for, float(message["waited_s"]), str(message["text"])[: 2 * _MAX_TEXT])
+    return Answer(
+        str(message["waits_for"])[:_MAX_TEXT],
+        float(message["waited_s"]),
+        str(message["text"])[: 2 * _MAX_TEXT],
+        float(message["since_s"]),
+        calls_from(message["calls"]),
+        calls_from(message["lacks"]),
+    )
+
+
+def calls_from(values: Iterable[Any]) -> tuple[Call, ...]:
+    """Parses calls of another rank; raises ValueError or TypeError if they are malformed."""
+    return tuple(
+        Call(str(name), tuple(map(int, ranks)), int(number)) for name, ranks, number in values
+    )
 
 
 def tell(text: str) -> None:

@@ -82,7 +82,7 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
     """Context for a wait over a group of the user's: it ends with the reason if a rank is gone.
 
     This works if a model is synchronized over the same ranks. Without a name in `what`, the wait
-    may take any time and no rank counts as late.
+    may take any time and no rank counts as late. With a name, every rank enters it.
     """
     ring = None if group is None else GUARD.ring_of(tuple(dist.get_process_group_ranks(group)))
     watch = None if ring is None else next(iter(ring.watches.values()), None)
@@ -96,6 +96,8 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
     watch.interrupts.append(interrupt)
     try:
         watch.check()
+        if what:
+            watch.makes_call(what, ())
         with watch.waiting(what):
             yield
     finally:

@@ -18,7 +18,7 @@ GRACE_S = 0.2  # for messages that a rank sent before it ended: they may complet
 
 # Connecting and closing.
 CONNECT_S = 10.0  # when all ranks are there
-PROOF_S = 0.5  # for a connection to send its proof, which a rank does at once
+PROOF_S = 2.0  # for a connection to send its whole proof, which a rank does at once
 GROUP_S = 1800.0  # in a group without a timeout
 FLUSH_S = 1.0  # for neighbors to take the last messages
 EXIT_S = 1.0  # for a thread to end when another rank is lost and the process ends

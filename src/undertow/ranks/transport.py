@@ -246,7 +246,9 @@ class OwnGroup:
         else:
             self.watch = self._within.watch
         self.watch.interrupts.append(weakref.WeakMethod(self.interrupt))
-        with self.waiting("all ranks, to make a process group"):
+        what = "all ranks, to make a process group"
+        self.makes_call(what)
+        with self.waiting(what):
             meet(ranks, self.rank, self._limits, self.watch, within_s=within_s)
             self._group = weakref.ref(self._made())
 
@@ -268,6 +270,15 @@ class OwnGroup:
     def _clone(self) -> dist.ProcessGroup:
         return private.new_group(self.user.ranks, self.user.backend, self.user.timeout)
 
+    @cached_property
+    def _callers(self) -> tuple[int, ...]:
+        """Its ranks as `makes_call` has them: compact if it has all that watch over each other."""
+        return () if self._within is None else tuple(self.names)
+
+    def makes_call(self, name: str) -> None:
+        """Counts a collective call of all its ranks, in the order of the program."""
+        self.watch.makes_call(name, self._callers)
+
     def waiting(self, what: str = "") -> contextlib.AbstractContextManager[object]:
         """Context for waiting for other ranks; if one is gone, the error says so."""
         return self.watch.waiting(what)
@@ -283,6 +294,7 @@ class OwnGroup:
         """Starts to reduce `tensor` in place; reports call the wait for it `name`."""
         with self.waiting():
             (work,) = self.all_reduce_async(tensor, op).works
+        self.makes_call(name)
         return self._handle(work, name, tensor, finish)
 
     def all_reduce_async(
@@ -312,12 +324,14 @@ class OwnGroup:
             work = dist.all_gather(
                 list(received.unbind()), tensor, group=self.process_group, async_op=True
             )
+        self.makes_call(name)
         return self._handle(work, name, received)
 
     def broadcast(self, tensor: Tensor, name: str, *, source: int = 0) -> Handle:
         """Starts to write the values of rank `source` into `tensor`, which the handle brings."""
         with self.waiting():
             work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
+        self.makes_call(name)
         return self._handle(work, name, tensor)
 
     # Messages of `exchanges`. Their waits have the names of what they are part of.

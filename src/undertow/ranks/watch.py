@@ -26,6 +26,10 @@ hear one twice changes nothing.
     does     a rank that was asked, with its activity         keeps it for the report
     tells    a rank that calls `ask`, with its text           keeps it for its own `ask`
 
+If all ranks answer that they wait, the same rank asks again, `about` the collective calls that they
+have made. If each has made one that another one lacks, and no wait has ended meanwhile, the ranks
+are in a deadlock, and it fails (`faults.are_in_deadlock`).
+
 Nothing is said while nobody waits for long. A fault is latched before groups are interrupted, so
 that a thread whose collective breaks finds the reason.
 
@@ -54,7 +58,7 @@ from undertow.errors import PeerFailed, UndertowError
 from undertow.foreign import parsed_json
 from undertow.ranks import faults, patience
 from undertow.ranks.connections import Connection
-from undertow.ranks.faults import Activity, Answer, Fault
+from undertow.ranks.faults import Activity, Answer, Call, Fault
 from undertow.ranks.threads import WorkerThread
 
 Message = dict[str, Any]
@@ -95,6 +99,10 @@ class NullWatch:
         have none, because a rank reports one wait at a time, the training thread's.
         """
         return contextlib.nullcontext()
+
+    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Counts a collective call of `ranks`, or of all ranks if that is empty: ranks that wait
+        compare these counts."""
 
     def check(self) -> None:
         """Raises if a rank is gone or has failed."""
@@ -213,12 +221,17 @@ class Watch(NullWatch):
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
         self.asked_s = -math.inf  # when a rank that had waited for long asked
         self.answers: dict[int, Answer] = {}  # to that
+        self.before: dict[int, Answer] = {}  # to the query before
+        self.is_asked_again = False  # the query is about calls of those answers
         self.told = -math.inf, ""  # time and text of the last report
         self._asks = itertools.count()
         self._texts: defaultdict[int, dict[int, str]] = defaultdict(dict)  # of each, by rank
 
     def waiting(self, name: str) -> Waiting:
         return Waiting(self, name)
+
+    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.here.makes_call(name, ranks)
 
     def check(self) -> None:
         if self.fault is not None:
@@ -265,8 +278,11 @@ class Watch(NullWatch):
             case "tells":
                 self._texts[int(message["ask"])][rank] = str(message["text"])
             case "asks" if self.has_answers():  # several ranks may ask at once
-                self.asked_s, self.answers = time.monotonic(), {}
-                self.say("does", **asdict(self.here.answer(self.ring.rank)))
+                about = faults.calls_from(message["about"])
+                self.is_asked_again = bool(about)
+                self.asked_s = time.monotonic()
+                self.before, self.answers = self.answers, {}
+                self.say("does", **asdict(self.here.answer(self.ring.rank, about)))
             case "does":
                 self.answers[rank] = faults.answer_from(message)
 
@@ -335,7 +351,8 @@ class Watch(NullWatch):
         failed = next((fault for fault in self.left.values() if fault.kind is PeerFailed), None)
         if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
             self.fail(failed)
-        if self.told[0] < self.asked_s and self.has_answers():
+        is_news = not self.is_asked_again
+        if is_news and self.told[0] < self.asked_s and self.has_answers():
             self.told = now_s, self.report()
             if self.told[1]:
                 faults.tell(self.told[1])
@@ -347,15 +364,25 @@ class Watch(NullWatch):
         if waited_s < warning_s and not is_over:
             return
         pause_s = 2 * patience.ANSWERS_S
-        if now_s > self.asked_s + (pause_s if is_over else max(warning_s, pause_s)):
-            self.say("asks")
+        about = self._calls_to_confirm()
+        if now_s > self.asked_s + (pause_s if is_over or about else max(warning_s, pause_s)):
+            self.say("asks", about=about)
         elif self.has_answers():
             late = faults.late_ranks(self.answers, num_ranks=self.ring.num_ranks)
             # if others are late, the wait may be for another rank
             if self.left and late <= self.left.keys():
                 self.fail(next(iter(self.left.values())))
-            elif is_over:
+            elif is_over or faults.are_in_deadlock(
+                self.before, self.answers, num_ranks=self.ring.num_ranks
+            ):
                 self.fail(faults.stalled(self.report()))
+
+    def _calls_to_confirm(self) -> list[Call]:
+        """Returns the calls of ranks that all wait, if they were not asked about them yet."""
+        if self.is_asked_again or faults.late_ranks(self.answers, num_ranks=self.ring.num_ranks):
+            return []
+        calls = {call for answer in self.answers.values() for call in answer.calls}
+        return sorted(calls) if len(calls) > 1 else []
 
     def report(self) -> str:
         """Returns each rank's wait or activity, or an empty text if no rank waits any more."""

@@ -260,7 +260,9 @@ class Sharding(Layout):
         if self.group.num_ranks > 1:
             number = len(self.plan.buckets) + bucket.index
             handle = self.groups.shard.all_gather(flat, shards, number=number)
-            with self.group.waiting(f"the shards of bucket {bucket.index}"):
+            what = f"the shards of bucket {bucket.index}"
+            self.group.makes_call(what)
+            with self.group.waiting(what):
                 handle.wait()
         for slot in bucket.slots:
             if slot.param in into:

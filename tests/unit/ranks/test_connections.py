@@ -1,6 +1,7 @@
 """Connections of neighbors, among threads of one process."""
 
 import contextlib
+import errno
 import os
 import random
 import re
@@ -11,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, Mock, patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
 
+from support.outsiders import outsiders
 from undertow.ranks import connections as module
 from undertow.ranks import patience
 from undertow.ranks.connections import Connection, Rendezvous, connect_ring, host_of, own_address
@@ -114,28 +116,48 @@ def nobody_listens() -> int:
         return probe.getsockname()[1]
 
 
+def leads_to(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """Whatever port a rank gives, others connect to this one."""
+    address = socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address])
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_an_address_that_nobody_listens_at_leaves_all_without_a_ring(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect, port = socket.create_connection, nobody_listens()
-    monkeypatch.setattr(socket, "create_connection", lambda at, within_s: connect((at[0], port), within_s))
+    leads_to(monkeypatch, nobody_listens())
     for neighbors, reason in made(num_ranks):
         assert neighbors == []
         assert re.fullmatch(r"rank (\d) cannot connect to rank \d at 127\.0\.0\.1 port \d+: .*Connection refused", reason)
 
 
-def test_a_firewall_that_drops_everything_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=TimeoutError("timed out")))
+def test_an_address_without_a_route_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.ENETUNREACH)
     for neighbors, reason in made(2):
         assert neighbors == []
-        assert re.fullmatch(r"rank 0 cannot connect to rank 1 at 127\.0\.0\.1 port \d+: timed out", reason)
+        assert re.fullmatch(r"rank 0 cannot connect to rank 1 at 127\.0\.0\.1 port \d+: .*Network is unreachable", reason)
+
+
+def test_a_firewall_that_drops_everything_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "CONNECT_S", 0.5)
+    with contextlib.ExitStack() as opened:
+        full = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):  # the kernel drops what comes to a full queue
+            link = opened.enter_context(socket.socket())
+            link.setblocking(False)
+            link.connect_ex(full.getsockname())
+        leads_to(monkeypatch, full.getsockname()[1])
+        for neighbors, reason in made(3):
+            assert neighbors == []
+            assert re.fullmatch(r"rank \d cannot connect to rank \d at 127\.0\.0\.1 port \d+: timed out", reason)
 
 
 def test_a_rank_that_nobody_reaches_waits_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "CONNECT_S", 0.05)
-    monkeypatch.setattr(module, "_connected", lambda _: MagicMock())  # it is taken, and never arrives
-    for neighbors, reason in made(2):
-        assert neighbors == []
-        assert re.fullmatch(r"rank 1 is not reached at 127\.0\.0\.1 port \d+ by the rank before it", reason)
+    with socket.create_server(("127.0.0.1", 0)) as other:  # it is taken, and never arrives
+        leads_to(monkeypatch, other.getsockname()[1])
+        for neighbors, reason in made(2):
+            assert neighbors == []
+            assert re.fullmatch(r"rank 1 is not reached at 127\.0\.0\.1 port \d+ by the rank before it", reason)
 
 
 # What is not a rank of this run, and reaches a port that a rank has opened, or is found where a rank should be.
@@ -165,6 +187,13 @@ def says_and_leaves(words: bytes, at: tuple[str, int]) -> None:
     says(words, at).close()
 
 
+def require_closed(link: socket.socket) -> None:
+    link.settimeout(10.0)
+    with contextlib.suppress(ConnectionError):
+        assert link.recv(100) == b""
+    link.close()
+
+
 @pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 32, random.Random(0).randbytes(100)], ids=repr)
 @pytest.mark.parametrize("stranger", [says, says_and_leaves])
 def test_a_stranger_is_dropped_and_keeps_nobody(
@@ -174,10 +203,29 @@ def test_a_stranger_is_dropped_and_keeps_nobody(
     with visited(partial(stranger, words)) as kept:
         require_rings(made(3))
     for link in filter(None, kept):
-        link.settimeout(10.0)
-        with contextlib.suppress(ConnectionError):
-            assert link.recv(100) == b""
-        link.close()
+        require_closed(link)
+
+
+@pytest.mark.parametrize("num_links", [1, 20, 100], ids="{} outsiders".format)
+def test_outsiders_who_send_a_byte_at_a_time_hold_up_nobody(num_links: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "CONNECT_S", 3.0)
+    with outsiders(num_links, words=[b"0"]) as visit, visited(visit):
+        require_rings(made(3))
+
+
+@pytest.mark.slow
+def test_outsiders_who_fill_the_queue_of_every_rank_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks that connect before they accept would wait for each other in a circle.
+    monkeypatch.setattr(module, "_BACKLOG", 2)
+
+    def visit(at: tuple[str, int]) -> None:
+        for _ in range(8):
+            link = opened.enter_context(socket.socket())
+            link.setblocking(False)
+            link.connect_ex(at)
+
+    with contextlib.ExitStack() as opened, visited(visit):
+        require_rings(made(3))
 
 
 # How ranks meet.

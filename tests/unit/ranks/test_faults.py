@@ -2,9 +2,11 @@
 
 import logging
 import os
+import random
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,7 @@ from support.project import ROOT
 from undertow import PeerFailed, RankLost
 from undertow.engine.checks import Finding, mismatch
 from undertow.ranks import faults
-from undertow.ranks.faults import Answer
+from undertow.ranks.faults import Activity, Answer, Call
 
 
 def waiting(rank: int, waited_s: float, waits_for: str = "bucket 2 ('a', 'b')") -> Answer:
@@ -45,6 +47,84 @@ def test_a_report_says_where_all_wait_for_different_things() -> None:
     told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things.\n"
     answers = {0: WAITING[0], 1: waiting(1, 9.0, "the norm of all gradients")}
     assert faults.stall_text(answers, {}, num_ranks=2).startswith(told)
+
+
+def test_a_report_says_where_all_wait_for_the_same() -> None:
+    told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait for it.\n"
+    text = faults.stall_text({0: WAITING[0], 1: waiting(1, 9.0)}, {}, num_ranks=2)
+    assert text.startswith(told)
+    assert "the network is slow" in faults.stalled(text).remedy
+
+
+Program = Sequence[tuple[str, tuple[int, ...]]]  # names of calls, and their ranks; all if empty
+
+
+def answers_after(*programs: Program) -> dict[int, Answer]:
+    """The answers of ranks that have made these calls and wait, when all are asked about all."""
+    ranks = [Activity(wait=("a call", 1.0)) for _ in programs]
+    for rank, (here, program) in enumerate(zip(ranks, programs, strict=True)):
+        for name, of in program:
+            if not of or rank in of:
+                here.makes_call(name, of)
+    calls = [call for rank, here in enumerate(ranks) for call in here.answer(rank).calls]
+    return {rank: here.answer(rank, calls) for rank, here in enumerate(ranks)}
+
+
+BUCKET, STATE = ("bucket 0", ()), ("the state", ())
+
+
+def in_deadlock() -> dict[int, Answer]:
+    return answers_after([BUCKET, STATE], [BUCKET, BUCKET], [BUCKET, BUCKET])
+
+
+def test_ranks_that_wait_for_different_calls_are_in_a_deadlock() -> None:
+    answers = in_deadlock()
+    assert faults.are_in_deadlock(answers, answers, num_ranks=3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"waits_for": ""}, {"since_s": 2.0}, {"calls": [Call("bucket 1", (), 1)]}, {"lacks": ()}],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.parametrize("is_after", [False, True])
+def test_ranks_that_move_are_in_no_deadlock(change: dict[str, Any], is_after: bool) -> None:
+    answers = in_deadlock()
+    changed = {rank: replace(answer, **change) if rank == 0 else answer for rank, answer in answers.items()}
+    before = changed if not is_after else answers
+    after = changed if is_after else answers
+    is_still = not is_after and set(change) & {"waits_for", "lacks"}  # only the second answer counts
+    assert faults.are_in_deadlock(before, after, num_ranks=3) == bool(is_still)
+
+
+def test_a_rank_that_did_not_answer_is_in_no_deadlock() -> None:
+    answers = in_deadlock()
+    fewer = {rank: answers[rank] for rank in (0, 2)}
+    assert [faults.are_in_deadlock(*both, num_ranks=3) for both in ((fewer, answers), (answers, fewer))] == [False, False]
+
+
+# Rank 0 and 1 hold one half of the experts, rank 2 and 3 the other.
+STEP = [("buffers", ()), BUCKET, ("bucket 0", (0, 1)), ("bucket 0", (2, 3)), ("the norm", ())]
+
+
+def test_ranks_at_any_places_of_one_program_are_in_no_deadlock() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        done = [draw.randint(1, 2 * len(STEP)) for _ in range(4)]
+        answers = answers_after(*((STEP * 2)[:num_calls] for num_calls in done))
+        assert not faults.are_in_deadlock(answers, answers, num_ranks=4), done
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "is_deadlock"),
+    [([*STEP, STATE], True), ([*STEP[:2], STATE], True), ([*STEP, *STEP[:2], STATE], False)],
+    ids=["before the others' step", "before the others' experts", "after a launch"],
+)
+def test_one_rank_of_several_groups_makes_another_call(rank_0: Program, is_deadlock: bool) -> None:
+    """The others are in their second step. After a launch, rank 0 and 1 wait for calls that all others have made: no proof."""
+    others = [*STEP, *STEP[:4]]
+    answers = answers_after(rank_0, others, others, others)
+    assert faults.are_in_deadlock(answers, answers, num_ranks=4) == is_deadlock
 
 
 def test_there_is_no_report_where_no_rank_waits_any_more() -> None:

@@ -2,18 +2,21 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
+from support.outsiders import outsiders
 from support.processes import Ended, Rank, run_ranks
 from undertow import SyncConfig
 from undertow.errors import StallTimeout
-from undertow.ranks import faults, patience
+from undertow.ranks import connections, faults, patience
 from undertow.ranks.connections import Rendezvous, connect_ring
 from undertow.ranks.guard import GUARD, meet
 from undertow.ranks.watch import NullWatch, Ring, Watch
@@ -73,6 +76,27 @@ def is_killed(_rank: Rank, _watch: Watch) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])  # of five, rank 3 and 4 are no neighbors of rank 1
 def test_a_killed_rank_is_named_on_every_other_rank(num_ranks: int) -> None:
     assert list(told_of(is_killed, num_ranks)) == [GONE] * (num_ranks - 1)
+
+
+def in_the_ring_with_outsiders(rank: Rank) -> list[str]:
+    """As `is_killed` in the ring, where every port is visited before the ranks know of it."""
+    listen = connections._listening
+
+    def listening(address: str) -> socket.socket:
+        listener = listen(address)
+        visit(listener.getsockname())
+        return listener
+
+    slow, silent, garbage = b"0", b"", b"GET / HTTP/1.1\r\n\r\n" * 4
+    with outsiders(9, words=[slow, silent, garbage]) as visit, patch.object(connections, "_listening", listening):
+        return in_the_ring(is_killed, {}, rank)
+
+
+def test_a_killed_rank_is_named_although_outsiders_were_at_every_port() -> None:
+    ends: list[Ended] = run_ranks(in_the_ring_with_outsiders, 3)
+    for rank in (ends[0], ends[2]):
+        assert rank.words.get("value") == GONE, rank.log
+        assert rank.words["at"] - ends[1].words["fault"] < WITHIN_S
 
 
 def is_killed_and_has_a_child(rank: Rank, watch: Watch) -> None:

@@ -1,0 +1,180 @@
+"""The handshake of a rank with its neighbors: it connects to the next one, while the one before it
+connects to it.
+
+Outsiders can reach the port too, as many as like, and can send slowly, or nothing. They hold up no
+rank, because all connections are served together:
+
+- each has `PROOF_S` for its whole token, however its bytes arrive;
+- if too many wait for their token, a new one replaces the oldest;
+- nothing that an outsider sends is parsed, and only the whole token is compared.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from undertow.ranks import patience
+
+_MAX_UNPROVEN = 64  # connections without a token; far fewer than a process may have open
+_UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK)  # the second one on Windows
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The address of a rank, as it leaves it in the store."""
+
+    rank: int
+    address: str
+    port: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} at {self.address} port {self.port}"
+
+
+@dataclass(slots=True)
+class _Proof:
+    """What a connection has sent of the token, and when its time is over."""
+
+    until_s: float
+    said: bytes = b""
+
+
+class Handshake:
+    """The connections of the rank at `here` to its neighbors, until it has taken them."""
+
+    def __init__(self, here: Place, before: int) -> None:
+        self._here = here
+        self._before = before  # the rank that will connect to this one
+        self._token = here.token.encode()
+        self._selector = selectors.DefaultSelector()
+        self._connecting: Place | None = None
+        self._accepting: socket.socket | None = None
+        self._unproven: dict[socket.socket, _Proof] = {}  # the oldest first
+        self._links: dict[int, socket.socket] = {}
+
+    def connect(self, place: Place) -> None:
+        """Starts to connect to the next rank, which is then sent its token."""
+        self._connecting = place
+        try:
+            found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = found[0]
+            link = self._links[place.rank] = socket.socket(family, kind, protocol)
+            link.setblocking(False)
+            code = link.connect_ex(address)
+            if code not in _UNDER_WAY:
+                _require_success(code)
+        except OSError as error:
+            raise _not_connected(place, error) from error
+        self._selector.register(link, selectors.EVENT_WRITE, partial(self._prove, link, place))
+
+    def accept(self, listener: socket.socket) -> None:
+        """Starts to accept connections, until the rank before has brought the token."""
+        self._accepting = listener
+        self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+
+    def is_done_within(self, limit_s: float) -> bool:
+        """Serves all connections; returns True as soon as both neighbors are connected."""
+        until_s = time.monotonic() + limit_s
+        while self._connecting is not None or self._accepting is not None:
+            now_s = time.monotonic()
+            if now_s >= until_s:
+                return False
+            for link, proof in list(self._unproven.items()):
+                if proof.until_s <= now_s:
+                    self._drop(link)
+            next_s = min([until_s, *(proof.until_s for proof in self._unproven.values())])
+            for key, _ in self._selector.select(next_s - now_s):
+                key.data()
+        return True
+
+    def taken(self) -> dict[int, socket.socket]:
+        """Returns the connections to the neighbors, by rank; `close` leaves them open."""
+        links, self._links = self._links, {}
+        return links
+
+    def why_not(self) -> OSError:
+        """Returns the reason why a neighbor is not connected in time."""
+        if self._connecting is not None:
+            return _not_connected(self._connecting, TimeoutError("timed out"))
+        at = f"{self._here.address} port {self._here.port}"
+        return TimeoutError(f"is not reached at {at} by the rank before it")
+
+    def close(self) -> None:
+        for link in (*self._unproven, *self._links.values()):
+            link.close()
+        self._selector.close()
+
+    def _prove(self, link: socket.socket, place: Place) -> None:
+        """Sends the next rank its token: connecting to it has succeeded, or failed."""
+        try:
+            _require_success(link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+            link.sendall(place.token.encode())
+        except OSError as error:
+            raise _not_connected(place, error) from error
+        self._selector.unregister(link)
+        self._connecting = None
+
+    def _accept(self, listener: socket.socket) -> None:
+        if self._accepting is None:  # the token came in the same moment
+            return
+        # the other side may have gone already
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            link, _ = listener.accept()
+            link.setblocking(False)
+            if len(self._unproven) == _MAX_UNPROVEN:
+                self._drop(next(iter(self._unproven)))
+            self._unproven[link] = _Proof(time.monotonic() + patience.PROOF_S)
+            self._selector.register(link, selectors.EVENT_READ, partial(self._read, link))
+
+    def _read(self, link: socket.socket) -> None:
+        """Reads the token, or a part of it."""
+        proof = self._unproven.get(link)
+        if proof is None:  # it was dropped in the same moment
+            return
+        part = b""
+        try:
+            part = link.recv(len(self._token) - len(proof.said))
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended, as if it had sent nothing
+            pass
+        proof.said += part
+        # Never a part of the token: if an outsider could see after which byte a connection is
+        # closed, it could guess them one by one.
+        if part and len(proof.said) < len(self._token):
+            return
+        if not secrets.compare_digest(proof.said, self._token):
+            self._drop(link)
+            return
+        del self._unproven[link]
+        self._selector.unregister(link)
+        self._links[self._before] = link
+        self._stop_accepting()
+
+    def _stop_accepting(self) -> None:
+        assert self._accepting is not None  # it has accepted the rank before
+        self._selector.unregister(self._accepting)
+        self._accepting = None
+        for link in list(self._unproven):
+            self._drop(link)
+
+    def _drop(self, link: socket.socket) -> None:
+        del self._unproven[link]
+        self._selector.unregister(link)
+        link.close()
+
+
+def _require_success(code: int) -> None:
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def _not_connected(place: Place, error: OSError) -> ConnectionError:
+    return ConnectionError(f"cannot connect to {place}: {error}")
