@@ -291,13 +291,13 @@ class SyncConfig:
             backward; reverse registration until then) or "reverse" (of registration).
         plan: A plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is
             stored as text. It overrides `bucket_cap_mb`, `order` and `auto_tune`.
-        auto_tune: True adapts the plan to measurements of the run: ready times of gradients and
-            durations of collectives. It has no effect if `bucket_cap_mb` or `plan` is given, with
+        auto_tune: True tries at most six other plans on real steps, after the tenth, and takes one
+            whose steps are faster by 2 % or more beyond doubt; then never again until parameters
+            change. It has no effect with shards, if `bucket_cap_mb` or `plan` is given, with
             `overlap=False`, a communication hook or `record="off"`, or under
             torch.use_deterministic_algorithms. There another plan would round differently with
             three ranks or more; with "ordered" it would not, but the plan is kept too. False keeps
-            the plan and still measures, for reports and profiles: five steps in a hundred, with one
-            small all-reduce for each five. Only `record="off"` stops that.
+            the plan and still measures five steps, for profiles. Only `record="off"` stops that.
         overlap: False sends buckets after backward; the result is bit-identical for the same plan.
         reduction: "native" uses the backend's reduction, whose rounding may depend on the plan with
             three ranks or more. "ordered" adds in rank order, in fp32 if gradients are narrower:
@@ -316,9 +316,9 @@ class SyncConfig:
         wire: The format of gradients on their way. "bfloat16" (or "bf16") and "float16" ("fp16")
             halve the bytes of fp32; "int8" sends a byte for each element and an fp32 scale for
             each block of 512, a quarter. Ranks decode and add in fp32, in rank order, and send the
-            mean in the same format: all ranks hold equal bits, whatever the plan. "auto" measures
-            first, then sends in int8 only the buckets that computation does not hide; it keeps
-            full width if the plan does not follow measurements, except with `bucket_cap_mb`. None:
+            mean in the same format: all ranks hold equal bits, whatever the plan. "auto" tries
+            full width, int8 for all buckets, and int8 for the last ones, and keeps the fastest; it
+            keeps full width where `auto_tune` has no effect, except with `bucket_cap_mb`. None:
             as they are. For "hybrid" a pair is possible, within rows and across them:
             (None, "int8"). Sparse, complex and 16-bit gradients travel as they are if the format
             has no fewer bytes, and parameters of less than a block in full width.

@@ -428,10 +428,10 @@ class GradientSync:
         )
 
     def explain(self) -> Explanation:
-        """Returns the reasons for the plan: its time, the limit, other plans, and all decisions;
-        `print` shows them.
+        """Returns the reasons for the plan, and every plan that was tried, with its times; `print`
+        shows them.
 
-        Never communicates: a single rank may call it. The decisions are the same on all ranks.
+        Never communicates: a single rank may call it. The answer is the same on all ranks.
         """
         current_plan = self._engine.current_plan
         explanation = explanation_of(current_plan.hooks, current_plan.compiled, self._config)
