@@ -27,6 +27,7 @@ from undertow.cost.costs import TCP_PAYLOAD_SHARE
 NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 PREFIX = "undertow-bench-"
 LOCAL = "local"
+_SUBNET = "10.77.0"
 _numbers = count()
 
 
@@ -59,6 +60,10 @@ class Network:
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
         """`command`, to be run where `rank` lives."""
         return ["ip", "netns", "exec", self.namespaces[rank], *command] if self.namespaces else list(command)
+
+    def address(self, rank: int) -> str:
+        """Where `rank` of a shaped network is reached."""
+        return f"{_SUBNET}.{rank + 1}" if self.namespaces else "127.0.0.1"
 
 
 def what_is_missing() -> str | None:
@@ -147,7 +152,7 @@ def _join(hub: str, spoke: str, rank: int, shape: Shape) -> None:
     port = f"port{rank}"
     _run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", spoke)
     _run("ip", "-n", hub, "link", "set", port, "master", "br0", "up")
-    _run("ip", "-n", spoke, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
+    _run("ip", "-n", spoke, "addr", "add", f"{_SUBNET}.{rank + 1}/24", "dev", "eth0")
     _run("ip", "-n", spoke, "link", "set", "eth0", "up")
     _run("ip", "-n", spoke, "link", "set", "lo", "up")
     # bbr, where it is the default, misjudges a token bucket; cubic is refused inside a namespace.
