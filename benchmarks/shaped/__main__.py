@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import undertow
 from benchmarks.machine import machine
 from benchmarks.matrix.errors import MatrixError
 from benchmarks.matrix.links import SHAPES, remove_abandoned, what_is_missing
 from benchmarks.matrix.run import interruptible
 from benchmarks.shaped.rounds import Course, Timed, run
+from benchmarks.shaped.session import HERE
 from benchmarks.shaped.systems import BEST, CONTENDERS, chosen
-
-HERE = Path(undertow.__file__).parents[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"a list of {', '.join((*CONTENDERS, BEST))}; {BEST} is every bucket size; TREE:NAME runs NAME with that tree",
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of each round")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of each round, at most: a slow system has 20 s")
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH", help="another source tree of the library")
     parser.add_argument("--explain", action="store_true", help="print what explain() says at the end, system by system")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step of every rank, in ms")

@@ -15,6 +15,7 @@ from benchmarks.shaped.session import Session
 from benchmarks.shaped.systems import Contender
 
 _FIRST_PORT = 29500
+_TURN_S, _LEAST_STEPS = 20.0, 6  # a slow system makes fewer steps in a turn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,10 +94,18 @@ def run(course: Course, tell: Callable[[str], None]) -> list[Timed]:
 
 
 def _take_turn(each: Timed, session: Session, course: Course) -> None:
-    period = each.contender.period
-    ranks = session.train(-(-course.num_steps // period) * period)
+    ranks = session.train(_num_steps(each, course.num_steps))
     each.rounds_ms.append([rank["steps_ms"] for rank in ranks])
     each.cpu_ms.append(max(rank["cpu_ms"] for rank in ranks))
+
+
+def _num_steps(each: Timed, asked: int) -> int:
+    """Returns the steps of a turn: whole periods, and otherwise as many as there is time for."""
+    period = each.contender.period
+    if period > 1:
+        return -(-asked // period) * period
+    settled_ms = median(each.settling_ms[0][-_LEAST_STEPS:])
+    return min(asked, max(_LEAST_STEPS, int(_TURN_S * 1e3 / settled_ms)))
 
 
 def _attempt(each: Timed, session: Session, act: Callable[[Timed, Session], object]) -> None:

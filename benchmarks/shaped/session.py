@@ -16,11 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import undertow
 from benchmarks.matrix.errors import RankFailed
 from benchmarks.matrix.links import Network, interrupts_postponed
 from benchmarks.matrix.processes import ROOT, end
 from benchmarks.shaped.systems import Contender
 
+HERE = Path(undertow.__file__).parents[1]  # the folder of the library that is on the path
 _SILENCE_S = 900.0  # for one turn, or to build and settle: then the ranks are given up
 _LOG_LINES = 15
 

@@ -11,8 +11,8 @@ from benchmarks.matrix.errors import require_known
 _MODULES = "benchmarks.matrix.systems"
 SWEEP_MB = (1, 2, 4, 8, 16, 25)
 PERIOD = 30  # steps between two exchanges of systems that do not synchronize in every step
-DDP, BEST, OURS = "ddp", "ddp-best", "ours"
-_SETTLING, _TUNING, _OUTER = 10, 100, 2 * PERIOD  # steps before the first timed one
+DDP, BEST, OURS, OUTER, BARE = "ddp", "ddp-best", "ours", "ours-outer", "bare"
+_SETTLING, _TUNING, _EXCHANGES = 10, 100, 2 * PERIOD  # steps before the first timed one
 _BF16, _INT8, _ANY = 0.01, 0.05, 1.0  # how far rounding may lead away from the reference, of the length of three steps
 
 
@@ -52,7 +52,7 @@ _POWERSGD = {"bucket_cap_mb": 1000, "hook": "powersgd", "matrix_approximation_ra
 CONTENDERS = {
     each.name: each
     for each in (
-        Contender(name="bare", title="compute alone", module=f"{_MODULES}.bare", is_averaged=False),
+        Contender(name=BARE, title="compute alone", module=f"{_MODULES}.bare", is_averaged=False),
         _ddp("", "torch DDP, defaults"),
         *(_ddp(f"-{size}mb", f"torch DDP, bucket_cap_mb={size}", bucket_cap_mb=size) for size in SWEEP_MB),
         _ddp("-fp16", "torch DDP, fp16_compress_hook", rounding=_BF16, hook="fp16"),
@@ -70,11 +70,11 @@ CONTENDERS = {
             param_wire="int8",
         ),
         Contender(
-            name="ours-outer",
+            name=OUTER,
             title=f"Undertow, outer every {PERIOD}",
             module=f"{_MODULES}.ours",
             options={"outer": {"every": PERIOD}},
-            num_settling=_OUTER,
+            num_settling=_EXCHANGES,
             is_averaged=False,
             period=PERIOD,
         ),
@@ -83,7 +83,7 @@ CONTENDERS = {
             title=f"torch PeriodicModelAverager every {PERIOD}",
             module=f"{_MODULES}.torch_averager",
             options={"period": PERIOD},
-            num_settling=_OUTER,
+            num_settling=_EXCHANGES,
             is_averaged=False,
             period=PERIOD,
         ),
