@@ -69,8 +69,8 @@ def tables() -> dict[str, Table]:
     cells = [cell for cell in read_cells(MATRIX) if cell["kind"] == "shaped" and OURS in _steps(cell)]
     compared = [cell for cell in cells if _BEST in _steps(cell)]  # with all systems
     parts = _recorded()
-    rows = parts[shaped.NAME]["rows"] if shaped.NAME in parts else []
-    of_parts = {"model-size": _model_size, quality.NAME: _quality, outer.NAME: _outer_quality}
+    rows, of_sizes = (parts[name]["rows"] if name in parts else [] for name in (shaped.NAME, "model-size"))
+    of_parts = {quality.NAME: _quality, outer.NAME: _outer_quality}
     return {
         "readme": _readme(rows),
         "shaped": _shaped(rows),
@@ -78,10 +78,11 @@ def tables() -> dict[str, Table]:
         "outer-link": _outer_link(rows),
         "summary": _summary(compared),
         "systems": _systems(compared),
+        "model-size": _model_size(of_sizes),
         "targets": _targets(parts),
         "guard": _guard(),
         "demo": _demo(parts),
-        **{name: table(parts[name]["rows"] if name in parts else []) for name, table in of_parts.items()},
+        **{name: table(parts[name]["rows"]) for name, table in of_parts.items() if name in parts},
     }
 
 

@@ -108,7 +108,8 @@ def _print_json(what_if: WhatIf, **answer: Any) -> None:
 def _console(what_if: WhatIf, network: str, lines: Iterable[str]) -> Console:
     """Prints the question and returns the console for the answer."""
     params = what_if.profile.params
-    slowest = " on the slowest rank" if what_if.profile.is_measured and what_if.num_ranks > 1 else ""
+    is_slowest = what_if.profile.is_measured and what_if.num_ranks > 1
+    slowest = " on the slowest rank" if is_slowest else ""
     model = (
         f"{what_if.profile.name or 'a model'}, {what_if.strategy.name}: {len(params)} parameters, "
         f"{sum(spec.num_bytes for spec in params) / 1e6:.1f} MB, "
