@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
@@ -88,8 +89,17 @@ def _nothing() -> None:
     pass
 
 
-if __name__ == "__main__":
+def _answering(job: dict[str, Any]) -> int:
+    """Returns the exit code. An error is in the log before the pipe of answers ends, when the runner reads the log."""
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # whatever else is printed goes to the log
-        main(json.loads(sys.argv[1]), lambda found: print(json.dumps(found), file=answers))
-        os._exit(0)  # the other rank may be gone already: a tidy end would wait for it
+        try:
+            main(job, lambda found: print(json.dumps(found), file=answers))
+        except Exception:
+            traceback.print_exc()
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(_answering(json.loads(sys.argv[1])))  # the other rank may be gone already: a tidy end would wait for it

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,11 @@ class Session:
         """Ends the ranks."""
         with interrupts_postponed():
             end(self._ranks)
+            for rank in self._ranks:
+                for pipe in (rank.stdin, rank.stdout):
+                    assert pipe is not None
+                    with suppress(BrokenPipeError):  # a command that nobody has read
+                        pipe.close()
 
     def settle(self) -> list[list[float]]:
         """Waits until the system is built and its first steps are made; returns their milliseconds, rank by rank."""
@@ -101,11 +107,9 @@ class Session:
     def _ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         for rank in self._ranks:
             assert rank.stdin is not None
-            try:
+            with suppress(BrokenPipeError):  # its log says why, below
                 rank.stdin.write(json.dumps(command) + "\n")
                 rank.stdin.flush()
-            except BrokenPipeError:
-                pass  # its log says why, below
         return self._answers()
 
     def _answers(self) -> list[dict[str, Any]]:
