@@ -69,7 +69,7 @@ def tables() -> dict[str, Table]:
     cells = [cell for cell in read_cells(MATRIX) if cell["kind"] == "shaped" and OURS in _steps(cell)]
     compared = [cell for cell in cells if _BEST in _steps(cell)]  # with all systems
     parts = _recorded()
-    rows, of_sizes = (parts[name]["rows"] if name in parts else [] for name in (shaped.NAME, "model-size"))
+    rows, of_sizes = (_dated_rows(parts, name) for name in (shaped.NAME, "model-size"))
     of_parts = {quality.NAME: _quality, outer.NAME: _outer_quality}
     return {
         "readme": _readme(rows),
@@ -128,6 +128,11 @@ def _recorded() -> dict[str, Any]:
     return dict(json.loads(RECORDED.read_text(encoding="utf-8")))
 
 
+def _dated_rows(parts: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a part with the date of each; none if it is not recorded."""
+    return [{"date": parts[name]["date"], **row} for row in parts[name]["rows"]] if name in parts else []
+
+
 def _keep(parts: Mapping[str, Any]) -> None:
     """Records these parts instead of those of the same names."""
     RECORDED.write_text(json.dumps(_recorded() | parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -181,8 +186,8 @@ def _readme(rows: Sequence[Cell]) -> Table:
     table = [["ms of a step, two ranks", "changed", *torch, "Undertow", "Undertow / best"]]
     for case, changed, system, alike, place in lines:
         steps = shaped.steps_of(rows, *place)
-        if {system, DDP, BEST} <= steps.keys():
-            times = [f"{steps[each]:.0f}" for each in (DDP, BEST, system)]
+        if {system, BEST} <= steps.keys():
+            times = [f"{steps[each]:.0f}" if each in steps else "" for each in (DDP, BEST, system)]
             times.insert(2, _fastest(steps, alike))
             table.append([case, changed, *times, f"{steps[system] / steps[BEST]:.2f}"])
     return table
@@ -274,13 +279,15 @@ def _shaped(rows: Sequence[Cell]) -> Table:
         "ours-untuned": "`auto_tune=False`",
         "ours-zero1": "`ShardedOptimizer`",
     }
-    table = [["ms of a step", *systems.values(), "Undertow / best"]]
+    dates = {(row["workload"], row["link"]): row["date"] for row in rows}
+    table = [["ms of a step", *systems.values(), "Undertow / best", "date"]]
     for workload, title in shaped.WORKLOADS.items():
         for link, link_title in shaped.LINKS.items():
             steps = shaped.steps_of(rows, workload, link)
             if {OURS, BEST} <= steps.keys():
                 times = [f"{steps[system]:.1f}" if system in steps else "" for system in systems]
-                table.append([f"{title}, {link_title}", *times, f"{steps[OURS] / steps[BEST]:.2f}"])
+                ratio = f"{steps[OURS] / steps[BEST]:.2f}"
+                table.append([f"{title}, {link_title}", *times, ratio, dates[workload, link]])
     return table
 
 
