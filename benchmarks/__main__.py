@@ -2,8 +2,9 @@
 
 python -m benchmarks matrix ...: workloads x ranks x links x systems; --help says more. `make bench` runs both.
 python -m benchmarks fidelity: the simulator beside what the matrix has measured.
-python -m benchmarks --only slow-networks: what fewer bytes gain; --only quality: what they change. Both take hours.
-python -m benchmarks --only outer-link --only outer-quality: the same of outer synchronization; the second takes hours.
+python -m benchmarks --only shaped: whole steps over links that tc shapes, which the README shows. It takes hours.
+python -m benchmarks.shaped: some of these systems over one of these links, with every step as JSON.
+python -m benchmarks --only quality --only outer-quality: how fewer bytes, or exchanges, change the loss. It takes hours.
 python -m benchmarks figures: the tables of README.md and docs/benchmarks.md, from recorded results. `make figures` runs it.
 """
 
@@ -18,11 +19,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks import fidelity, figures, outer, quality, slow_networks
+from benchmarks import fidelity, figures, outer, quality
 from benchmarks.figure import Part
 from benchmarks.machine import machine
 from benchmarks.matrix import run as matrix
 from benchmarks.output import Measured, figures_table, write_json_lines, write_markdown
+from benchmarks.shaped import part as shaped
 from benchmarks.suite import PARTS
 
 
@@ -52,9 +54,9 @@ def _measure_parts(asked: argparse.Namespace) -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     console = Console()
     alone = (
-        slow_networks.part(asked.out, resumes=asked.resume),
+        shaped.part(asked.out, resumes=asked.resume),
         quality.part(asked.out, resumes=asked.resume),
-        *outer.parts(asked.out, resumes=asked.resume),
+        outer.part(asked.out, resumes=asked.resume),
     )
     chosen = [part for part in (*PARTS, *alone) if part.name in asked.only] if asked.only else PARTS
     described = {**machine(), "is_quick": asked.quick}
@@ -100,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*(part.name for part in PARTS), slow_networks.NAME, quality.NAME, outer.LINK, outer.QUALITY]
+    names = [*(part.name for part in PARTS), shaped.NAME, quality.NAME, outer.NAME]
     parser.add_argument(
         "--only",
         action="append",

@@ -1,5 +1,8 @@
 """python -m benchmarks figures, or make figures: the tables of README.md, docs/benchmarks.md and docs/slow-networks.md.
 
+Steps over links are those that `--only shaped` has measured in network namespaces (rows with source "shaped"): the emulated link
+takes no processor time, so its figures say nothing about a real one.
+
 Reads docs/matrix/matrix.jsonl, benchmarks/matrix/recorded.json and benchmarks/recorded.json. Writes docs/figures.json, and fills
 the blocks of the pages between <!-- figures: NAME --> and <!-- end of figures --> from it. With --record FILE, the results of a
 bench.jsonl are recorded first. With --pictures, the demo and the simulator draw their pictures anew, which takes two minutes.
@@ -12,18 +15,20 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, log
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks import outer, quality, slow_networks
+from benchmarks import outer, quality
 from benchmarks.matrix import guard
-from benchmarks.matrix.catalog import OURS, OWN, PER_PARAMETER, SYSTEMS, TORCH
+from benchmarks.matrix.catalog import OURS, OWN, PER_PARAMETER, TORCH
 from benchmarks.matrix.finished import read_cells
 from benchmarks.matrix.interval import ALIKE
 from benchmarks.matrix.table import markdown_table
+from benchmarks.shaped import part as shaped
+from benchmarks.shaped.systems import BARE, BEST, DDP, OUTER, PERIOD
 
 ROOT = Path(__file__).parents[1]
 FIGURES, RECORDED, MATRIX = (
@@ -33,7 +38,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "s
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
 _BEST = "torch-ddp-best"
 _LINKS = {"1gbit": "1 Gb/s", "5gbit": "5 Gb/s", "none": "unshaped"}
-_ON_THEIR_PAGE = (slow_networks.NAME, quality.NAME, outer.LINK, outer.QUALITY)
+_ON_THEIR_PAGE = (quality.NAME, outer.NAME)
 _SYSTEMS = {
     TORCH: "torch DDP, defaults",
     _BEST: "torch DDP, best of six bucket sizes",
@@ -45,6 +50,15 @@ _SYSTEMS = {
     "fsdp2": "FSDP2 per layer (made for device streams)",
     "deepspeed-zero1": "DeepSpeed ZeRO-1 (made for device streams)",
 }
+# torch's systems that send as little as one of ours, in words.
+_NARROW = {"ddp-fp16": "fp16 hook", "ddp-powersgd": "PowerSGD"}
+_FAR = {"averager": "averager"}
+# The lines of tables by system, and the names of links.
+_ORDER = (
+    *(BARE, DDP, BEST, *_NARROW, *_FAR, OURS, "ours-untuned", "ours-auto", "ours-bfloat16", "ours-int8"),
+    *("ours-zero1", "ours-zero1-int8", OUTER),
+)
+_RATES = {shaped.FAR: "100 Mb/s", **shaped.LINKS}
 
 Table = list[list[str]]  # the first line is the head
 Cell = Mapping[str, Any]
@@ -55,17 +69,16 @@ def tables() -> dict[str, Table]:
     cells = [cell for cell in read_cells(MATRIX) if cell["kind"] == "shaped" and OURS in _steps(cell)]
     compared = [cell for cell in cells if _BEST in _steps(cell)]  # with all systems
     parts = _recorded()
-    of_parts = {
-        slow_networks.NAME: _slow_networks,
-        quality.NAME: _quality,
-        outer.LINK: _outer_link,
-        outer.QUALITY: _outer_quality,
-    }
+    rows, of_sizes = (_dated_rows(parts, name) for name in (shaped.NAME, "model-size"))
+    of_parts = {quality.NAME: _quality, outer.NAME: _outer_quality}
     return {
-        "readme": _readme(compared, parts),
+        "readme": _readme(rows),
+        "shaped": _shaped(rows),
+        "slow-networks": _slow_networks(rows),
+        "outer-link": _outer_link(rows),
         "summary": _summary(compared),
         "systems": _systems(compared),
-        "model-size": _model_size(parts),
+        "model-size": _model_size(of_sizes),
         "targets": _targets(parts),
         "guard": _guard(),
         "demo": _demo(parts),
@@ -115,6 +128,11 @@ def _recorded() -> dict[str, Any]:
     return dict(json.loads(RECORDED.read_text(encoding="utf-8")))
 
 
+def _dated_rows(parts: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns the rows of a part with the date of each; none if it is not recorded."""
+    return [{"date": parts[name]["date"], **row} for row in parts[name]["rows"]] if name in parts else []
+
+
 def _keep(parts: Mapping[str, Any]) -> None:
     """Records these parts instead of those of the same names."""
     RECORDED.write_text(json.dumps(_recorded() | parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -151,31 +169,37 @@ def _range(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def _readme(cells: Sequence[Cell], parts: Mapping[str, Any]) -> Table:
-    """Figures for the changed import alone, overlap, fewer bytes and fewer synchronizations, each compared with torch's best
-    in the same run."""
-    layers = _steps(_cell(cells, "replay", 2))
-    narrow, far = (_of_gpt(parts[name]["rows"]) for name in (slow_networks.NAME, outer.LINK))
-    lines = [
-        ("a GPT, 1 Gb/s", "nothing: the changed import alone", narrow[_BEST], narrow[OURS]),
-        ("24 timed layers, 1 Gb/s", "`ShardedOptimizer`", layers[_BEST], layers["ours-zero1"]),
-        ("a GPT, 1 Gb/s", '`SyncConfig(wire="auto")`', narrow[_BEST], narrow["ours-auto"]),
-        ("a GPT, 100 Mb/s between sites", "`SyncConfig(outer=Outer(every=30))`", far[outer.TORCH], far[outer.OUTER]),
-    ]
-    head = ["ms of a step, two ranks", "set", "torch DDP, best of six bucket sizes", "Undertow", "ratio"]
-    return [
-        head,
-        *([case, chosen, f"{of_torch:.0f}", f"{ours:.0f}", f"{ours / of_torch:.2f}"] for case, chosen, of_torch, ours in lines),
-    ]
+def _readme(rows: Sequence[Cell]) -> Table:
+    """The changed import alone first, then settings; each compared with torch's in the same session.
+
+    A line whose course was not measured is left out.
+    """
+    lines = (
+        ("a GPT, 1 Gb/s", "the import alone", OURS, {}, ("gpt", "1gbit")),
+        ("24 timed layers, 1 Gb/s", "the import alone", OURS, {}, ("replay", "1gbit")),
+        ("24 timed layers, 1 Gb/s", "`ShardedOptimizer`", "ours-zero1", {}, ("replay", "1gbit")),
+        ("a GPT, 1 Gb/s", '`SyncConfig(wire="auto")`', "ours-auto", _NARROW, ("gpt", "1gbit")),
+        ("a GPT, 1 Gb/s", '`SyncConfig(wire="int8")`', "ours-int8", _NARROW, ("gpt", "1gbit")),
+        ("a GPT, 100 Mb/s", f"`SyncConfig(outer=Outer(every={PERIOD}))`", OUTER, _FAR, ("gpt", shaped.FAR)),
+    )
+    torch = ("torch DDP", "its best of six bucket sizes", "torch, as few bytes")
+    table = [["ms of a step, two ranks", "changed", *torch, "Undertow", "Undertow / best"]]
+    for case, changed, system, alike, place in lines:
+        steps = shaped.steps_of(rows, *place)
+        if {system, BEST} <= steps.keys():
+            times = [f"{steps[each]:.0f}" if each in steps else "" for each in (DDP, BEST, system)]
+            times.insert(2, _fastest(steps, alike))
+            table.append([case, changed, *times, f"{steps[system] / steps[BEST]:.2f}"])
+    return table
 
 
-def _of_gpt(rows: Sequence[Cell]) -> dict[str, float]:
-    """Returns the steps of the GPT on two ranks in ms, by system: over 1 Gb/s, or the one link of the rows."""
-    return {
-        row["system"]: row["step_ms"]
-        for row in rows
-        if row["workload"] == "gpt" and row.get("ranks", 2) == 2 and row.get("link", "1gbit") == "1gbit"
-    }
+def _fastest(steps: Mapping[str, float], titles: Mapping[str, str]) -> str:
+    """Returns the step of the fastest of the systems with `titles`, and its title."""
+    found = [system for system in titles if system in steps]
+    if not found:
+        return ""
+    system = min(found, key=steps.__getitem__)
+    return f"{steps[system]:.0f} ({titles[system]})"
 
 
 def _summary(cells: Sequence[Cell]) -> Table:
@@ -208,8 +232,7 @@ def _systems(cells: Sequence[Cell]) -> Table:
     return [["whole step over 1 Gb/s, ms", "2 ranks", "4 ranks"], *sorted(rows, key=lambda row: int(row[1]), reverse=True)]
 
 
-def _model_size(parts: Mapping[str, Any]) -> Table:
-    rows = parts["model-size"]["rows"]
+def _model_size(rows: Sequence[Cell]) -> Table:
     names = list(dict.fromkeys(row["system"] for row in rows))
     lines = []
     for size in dict.fromkeys((row["num_params"], row["tensors"]) for row in rows):
@@ -246,17 +269,43 @@ def _wanted(name: str) -> str:
     return f"≤ {guard.TARGETS[name]:.2f}" if name in guard.TARGETS else "-"
 
 
+def _shaped(rows: Sequence[Cell]) -> Table:
+    """Whole steps of systems in full width; a line for each workload and link."""
+    systems = {
+        BARE: "compute alone",
+        DDP: "torch DDP",
+        BEST: "its best bucket size",
+        OURS: "Undertow",
+        "ours-untuned": "`auto_tune=False`",
+        "ours-zero1": "`ShardedOptimizer`",
+    }
+    dates = {(row["workload"], row["link"]): row["date"] for row in rows}
+    table = [["ms of a step", *systems.values(), "Undertow / best", "date"]]
+    for workload, title in shaped.WORKLOADS.items():
+        for link, link_title in shaped.LINKS.items():
+            steps = shaped.steps_of(rows, workload, link)
+            if {OURS, BEST} <= steps.keys():
+                times = [f"{steps[system]:.1f}" if system in steps else "" for system in systems]
+                ratio = f"{steps[OURS] / steps[BEST]:.2f}"
+                table.append([f"{title}, {link_title}", *times, ratio, dates[workload, link]])
+    return table
+
+
 def _slow_networks(rows: Sequence[Cell]) -> Table:
-    """Whole steps in ms on 2 ranks, by system; a column for each workload and link."""
-    steps = {(row["workload"], row["link"], row["system"]): f"{row['step_ms']:.0f}" for row in rows if row["ranks"] == 2}
-    links = {"100mbit": "100 Mb/s", **_LINKS}
-    names = {"replay": "24 timed layers", "gpt": "GPT"}
-    columns = [(workload, link) for link in links for workload in names if any(key[:2] == (workload, link) for key in steps)]
-    lines = [
-        [SYSTEMS[system].title, *(steps.get((*column, system), "") for column in columns)]
-        for system in dict.fromkeys(system for _, _, system in steps)
-    ]
-    return [["ms of a step", *(f"{names[workload]}, {links[link]}" for workload, link in columns)], *lines]
+    """Whole steps in ms, by system; a column for each workload and link."""
+    places = [(workload, link) for link in shaped.LINKS for workload in ("replay", "gpt")]
+    return _by_system(rows, places, lambda steps, system: f"{steps[system]:.0f}")
+
+
+def _by_system(rows: Sequence[Cell], places: Sequence[tuple[str, str]], text: Callable[[Mapping[str, float], str], str]) -> Table:
+    """Returns a line for each system of these workloads and links, without single bucket sizes."""
+    steps = {place: found for place in places if (found := shaped.steps_of(rows, *place))}
+    titles = {row["system"]: row["title"] for row in rows if (row["workload"], row["link"]) in steps}
+    table = [["ms of a step", *(f"{shaped.WORKLOADS[workload]}, {_RATES[link]}" for workload, link in steps)]]
+    for system in (name for name in _ORDER if name in titles):
+        cells = (text(found, system) if system in found else "" for found in steps.values())
+        table.append([titles[system], *cells])
+    return table
 
 
 def _quality(rows: Sequence[Cell]) -> Table:
@@ -280,16 +329,8 @@ def _percents(above: Sequence[float]) -> str:
 
 def _outer_link(rows: Sequence[Cell]) -> Table:
     """Whole steps in ms and over the bare model's, by system and workload."""
-    steps = {(row["workload"], row["system"]): row["step_ms"] for row in rows}
-    workloads = {"replay": "24 timed layers", "gpt": "GPT"}
-    lines = []
-    for system in dict.fromkeys(row["system"] for row in rows):
-        line = [system]
-        for workload in workloads:
-            step_ms = steps[workload, system]
-            line.append(f"{step_ms:.0f} ({step_ms / steps[workload, outer.BARE]:.2f})")
-        lines.append(line)
-    return [["ms of a step (over bare)", *workloads.values()], *lines]
+    places = [(workload, shaped.FAR) for workload in ("replay", "gpt")]
+    return _by_system(rows, places, lambda steps, system: f"{steps[system]:.0f} ({steps[system] / steps[BARE]:.2f})")
 
 
 def _outer_quality(rows: Sequence[Cell]) -> Table:

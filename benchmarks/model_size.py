@@ -1,6 +1,6 @@
 """How many times faster a step is than with one blocking reduction per parameter, for GPTs of several sizes over 1 Gb/s.
 
-All systems take a step each in turn, in the same two processes and over the same emulated link. A step is zero_grad, forward,
+All systems take a step each in turn, in the same two processes and over the same shaped link. A step is zero_grad, forward,
 backward, whatever is needed until every gradient is the mean over ranks, and SGD.
 """
 
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from benchmarks.figure import Figure, Row, Tell
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel
-from undertow.cost import link_from_text
 from undertow.demo.model import CONTEXT, Gpt
-from undertow.emulation.link import BACKEND, emulated_backend
 
 LINK = "1gbit"
 SIZES = (
@@ -39,7 +37,7 @@ def measure(is_quick: bool, tell: Tell) -> list[Row]:
     rows: list[Row] = []
     for size in SIZES:
         tell(f"{size['num_layers']} layers of width {size['width']}")
-        rows += run_ranks(_measure_rank, _NUM_RANKS, size, 3 if is_quick else 8)
+        rows += run_ranks(_measure_rank, _NUM_RANKS, size, 3 if is_quick else 8, link=LINK)
     return rows
 
 
@@ -59,27 +57,26 @@ def _measure_rank(rank: int, size: dict[str, int], num_steps: int) -> list[Row]:
     torch.manual_seed(0)
     bare = Gpt(**size)
     num_params, num_tensors = sum(param.numel() for param in bare.parameters()), len(list(bare.parameters()))
-    with emulated_backend(link_from_text(LINK)):
-        group = dist.new_group(backend=BACKEND)
-        by_hand, torchs, ours = (copy.deepcopy(bare) for _ in range(3))
-        called = {
-            "compute alone": bare,
-            PER_PARAMETER: by_hand,
-            TORCH: nn.parallel.DistributedDataParallel(torchs, process_group=group),
-            OURS: DistributedDataParallel(ours, process_group=group),
-        }
-        steps = {name: _step_of(model, group if name == PER_PARAMETER else None) for name, model in called.items()}
-        times: dict[str, list[float]] = {name: [] for name in called}
-        text = torch.Generator().manual_seed(rank)
-        for _ in range(_NUM_WARMUP + num_steps):
-            batch = torch.randint(256, (_BATCH, CONTEXT + 1), generator=text)
-            for name, step in steps.items():
-                dist.barrier()
-                began = time.perf_counter()
-                step(batch)
-                times[name].append(time.perf_counter() - began)
-        called[OURS].close()  # type: ignore[operator]
-        dist.destroy_process_group(group)
+    group = dist.group.WORLD
+    assert group is not None
+    by_hand, torchs, ours = (copy.deepcopy(bare) for _ in range(3))
+    called = {
+        "compute alone": bare,
+        PER_PARAMETER: by_hand,
+        TORCH: nn.parallel.DistributedDataParallel(torchs, process_group=group),
+        OURS: DistributedDataParallel(ours, process_group=group),
+    }
+    steps = {name: _step_of(model, group if name == PER_PARAMETER else None) for name, model in called.items()}
+    times: dict[str, list[float]] = {name: [] for name in called}
+    text = torch.Generator().manual_seed(rank)
+    for _ in range(_NUM_WARMUP + num_steps):
+        batch = torch.randint(256, (_BATCH, CONTEXT + 1), generator=text)
+        for name, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step(batch)
+            times[name].append(time.perf_counter() - began)
+    called[OURS].close()  # type: ignore[operator]
     steps_ms = {name: round(median(of_system[_NUM_WARMUP:]) * 1e3, 1) for name, of_system in times.items()}
     return [
         {

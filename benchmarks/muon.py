@@ -1,6 +1,6 @@
 """What whole matrices cost in shards: Muon with AdamW against AdamW, both as ZeRO-1, and against Muon with AdamW unsharded.
 
-All take a few steps each in turn, in the same four processes and over the same emulated link. Four ranks share the processors of
+All take a few steps each in turn, in the same four processes and over the same shaped link. Four ranks share the processors of
 one machine, so steps are timed with waits instead of arithmetic: the model replays the layers of a GPT, and Newton-Schulz waits
 for as long as a device would take that needs the layers' time for 8,192 tokens. The optimizers' time is taken afterwards, with
 Newton-Schulz itself, as CPU time of the training thread.
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.figure import Figure, Relation, Row, Target, Tell, row_where
+from benchmarks.matrix.links import INTERFACE
 from benchmarks.matrix.profile import Layer, Profile
+from benchmarks.matrix.turns import sent_bytes_of
 from benchmarks.matrix.workloads.replay import Replay, batch_of
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel, ShardedOptimizer
-from undertow.cost import link_from_text
-from undertow.emulation.link import BACKEND, Carried, emulated_backend
 from undertow.trace.step_report import StepReport
 
 LINK = "1gbit"
@@ -43,7 +43,7 @@ def measure(is_quick: bool, tell: Tell) -> list[Row]:
     """Measures; a row for each system."""
     num_turns = 2 if is_quick else 10
     tell(f"{_NUM_RANKS} ranks, {num_turns} turns of each system")
-    rows: list[Row] = run_ranks(_measure_rank, _NUM_RANKS, num_turns)
+    rows: list[Row] = run_ranks(_measure_rank, _NUM_RANKS, num_turns, link=LINK)
     return rows
 
 
@@ -68,40 +68,31 @@ def _figure(name: str, measured: float, bound: float) -> Figure:
 def _measure_rank(rank: int, num_turns: int) -> list[Row]:
     torch.manual_seed(0)
     bare, (x,) = _replayed(), batch_of(rank)
-    with emulated_backend(link_from_text(LINK)) as link:
-        group = dist.new_group(backend=BACKEND)
-        models = {name: DistributedDataParallel(copy.deepcopy(bare), process_group=group) for name in (PLAIN, ADAMW, MUON)}
-        steps = {name: _step_of(name, model) for name, model in models.items()}
-        times: dict[str, list[tuple[float, ...]]] = {name: [] for name in models}
-        for _ in range(_NUM_WARMUP // _STEPS_OF_TURN + num_turns):
-            for name, step in steps.items():
-                dist.barrier()
-                link.drain_log()
-                of_turn = []
-                with mock.patch(_NEWTON_SCHULZ, partial(_waits, num_params=sum(map(torch.numel, bare.parameters())))):
-                    for _ in range(_STEPS_OF_TURN):  # the first one has no gathers, and is not timed
-                        began = time.perf_counter()
-                        step(x)
-                        of_turn.append(time.perf_counter() - began)
-                models[name].wait()
-                sent = sum(map(_sent_bytes, link.drain_log())) / _STEPS_OF_TURN
-                times[name] += [(step_s * 1e3, sent / 1e6) for step_s in of_turn[1:]]
-        rows, reports = [], {name: model.report() for name, model in models.items()}
+    count_sent = sent_bytes_of(INTERFACE)
+    models = {name: DistributedDataParallel(copy.deepcopy(bare)) for name in (PLAIN, ADAMW, MUON)}
+    steps = {name: _step_of(name, model) for name, model in models.items()}
+    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in models}
+    for _ in range(_NUM_WARMUP // _STEPS_OF_TURN + num_turns):
         for name, step in steps.items():
-            optimizer_ms = median(1e3 * step(x) for _ in range(_STEPS_OF_TURN + 1))
+            dist.barrier()
+            began_bytes = count_sent()
+            of_turn = []
+            with mock.patch(_NEWTON_SCHULZ, partial(_waits, num_params=sum(map(torch.numel, bare.parameters())))):
+                for _ in range(_STEPS_OF_TURN):  # the first one has no gathers, and is not timed
+                    began = time.perf_counter()
+                    step(x)
+                    of_turn.append(time.perf_counter() - began)
             models[name].wait()
-            rows.append(_row(name, times[name][_NUM_WARMUP:], optimizer_ms, reports[name]))
-        for model in models.values():
-            model.close()
-        dist.destroy_process_group(group)
+            sent = (count_sent() - began_bytes) / _STEPS_OF_TURN
+            times[name] += [(step_s * 1e3, sent / 1e6) for step_s in of_turn[1:]]
+    rows, reports = [], {name: model.report() for name, model in models.items()}
+    for name, step in steps.items():
+        optimizer_ms = median(1e3 * step(x) for _ in range(_STEPS_OF_TURN + 1))
+        models[name].wait()
+        rows.append(_row(name, times[name][_NUM_WARMUP:], optimizer_ms, reports[name]))
+    for model in models.values():
+        model.close()
     return rows
-
-
-def _sent_bytes(carried: Carried) -> float:
-    """Returns the bytes of one rank: a message's own, or what a ring sends for a collective."""
-    if carried.kind == "send":
-        return carried.num_bytes
-    return carried.num_bytes * (_NUM_RANKS - 1) / _NUM_RANKS * (2 if carried.kind == "all_reduce" else 1)
 
 
 def _waits(grad: Tensor, *_settings: object, num_params: int) -> Tensor:

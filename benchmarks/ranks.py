@@ -7,6 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,18 +15,37 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.matrix.links import interrupts_postponed
+from benchmarks.matrix.links import Network, enter, interrupts_postponed, local_network, shaped_network
 from benchmarks.matrix.worker import die_with
 
 
-def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
-    """Runs `work(rank, *args)` in `num_ranks` fresh processes with gloo and one thread each; returns rank 0's result."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meeting:
+    """Where the ranks find each other."""
+
+    network: Network
+    num_ranks: int
+    store: str
+
+
+def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any, link: str | None = None) -> Any:
+    """Runs `work(rank, *args)` in `num_ranks` fresh processes with gloo and one thread each; returns rank 0's result.
+
+    With a `link`, each has a network namespace, and tc shapes the link between them. Raises NoNamespaces.
+    """
+    if link is None:
+        return _run_ranks(work, local_network(), num_ranks, *args)
+    with shaped_network(link, num_ranks) as network:
+        return _run_ranks(work, network, num_ranks, *args)
+
+
+def _run_ranks(work: Callable[..., Any], network: Network, num_ranks: int, *args: Any) -> Any:
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         receive, send = context.Pipe(duplex=False)
-        shared = num_ranks, f"{folder}/store", send
+        meeting = _Meeting(network=network, num_ranks=num_ranks, store=f"{folder}/store")
         ranks = [
-            context.Process(target=_rank, args=(os.getpid(), partial(work, rank, *args), rank, *shared), daemon=True)
+            context.Process(target=_rank, args=(os.getpid(), partial(work, rank, *args), rank, meeting, send), daemon=True)
             for rank in range(num_ranks)
         ]
         is_ok, result = False, "the ranks ended without a result"
@@ -48,12 +68,14 @@ def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     return result
 
 
-def _rank(runner: int, work: Callable[[], Any], rank: int, num_ranks: int, store: str, send: Any) -> None:
+def _rank(runner: int, work: Callable[[], Any], rank: int, meeting: _Meeting, send: Any) -> None:
     die_with(runner)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if meeting.network.namespaces:
+        enter(meeting.network.namespaces[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = meeting.network.interface
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+        dist.init_process_group("gloo", init_method=f"file://{meeting.store}", rank=rank, world_size=meeting.num_ranks)
         result = work()
         dist.barrier()
         dist.destroy_process_group()

@@ -47,13 +47,13 @@ PARTS = (
     ),
     Part(
         name="model-size",
-        title="Times faster than one reduction per parameter, by the size of the model: GPTs, 2 ranks, emulated 1 Gb/s link",
+        title="Times faster than one reduction per parameter, by the size of the model: GPTs, 2 ranks, shaped 1 Gb/s link",
         measure=model_size.measure,
         judge=model_size.judge,
     ),
     Part(
         name="muon",
-        title="Whole matrices in shards: replayed layers of a GPT of 4.9 M parameters, 4 ranks, emulated 1 Gb/s link",
+        title="Whole matrices in shards: replayed layers of a GPT of 4.9 M parameters, 4 ranks, shaped 1 Gb/s link",
         measure=muon.measure,
         judge=muon.judge,
     ),

@@ -10,6 +10,7 @@ that was killed are removed by the next one.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -27,6 +28,8 @@ from undertow.cost.costs import TCP_PAYLOAD_SHARE
 NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 PREFIX = "undertow-bench-"
 LOCAL = "local"
+INTERFACE = "eth0"  # of a rank in its namespace
+_SUBNET = "10.77.0"
 _numbers = count()
 
 
@@ -59,6 +62,10 @@ class Network:
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
         """`command`, to be run where `rank` lives."""
         return ["ip", "netns", "exec", self.namespaces[rank], *command] if self.namespaces else list(command)
+
+    def address(self, rank: int) -> str:
+        """Where `rank` of a shaped network is reached."""
+        return f"{_SUBNET}.{rank + 1}" if self.namespaces else "127.0.0.1"
 
 
 def what_is_missing() -> str | None:
@@ -100,12 +107,22 @@ def shaped_network(link: str, num_ranks: int) -> Iterator[Network]:
         _run("ip", "-n", hub, "link", "set", "br0", "up")
         for rank, spoke in enumerate(spokes):
             _join(hub, spoke, rank, SHAPES[link])
-        yield Network(kind="shaped", interface="eth0", emulated=None, namespaces=spokes)
+        yield Network(kind="shaped", interface=INTERFACE, emulated=None, namespaces=spokes)
     finally:
         with interrupts_postponed():
             for name in made:
                 # Of a session of its own: Ctrl-C reaches every process of the terminal's.
                 subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, start_new_session=True)
+
+
+def enter(namespace: str) -> None:
+    """Moves the calling thread, and the threads that it starts from now on, into a network namespace."""
+    descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    finally:
+        os.close(descriptor)
 
 
 def remove_abandoned() -> tuple[list[str], str | None]:
@@ -145,16 +162,16 @@ def interrupts_postponed() -> Iterator[None]:
 
 def _join(hub: str, spoke: str, rank: int, shape: Shape) -> None:
     port = f"port{rank}"
-    _run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", spoke)
+    _run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", spoke)
     _run("ip", "-n", hub, "link", "set", port, "master", "br0", "up")
-    _run("ip", "-n", spoke, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
-    _run("ip", "-n", spoke, "link", "set", "eth0", "up")
+    _run("ip", "-n", spoke, "addr", "add", f"{_SUBNET}.{rank + 1}/24", "dev", INTERFACE)
+    _run("ip", "-n", spoke, "link", "set", INTERFACE, "up")
     _run("ip", "-n", spoke, "link", "set", "lo", "up")
     # bbr, where it is the default, misjudges a token bucket; cubic is refused inside a namespace.
     _run("ip", "netns", "exec", spoke, "sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=reno")
     if shape.rate is not None:
         bucket = ("rate", shape.rate, "burst", str(shape.burst_bytes), "latency", "100ms")
-        _run("tc", "-n", spoke, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket)
+        _run("tc", "-n", spoke, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *bucket)
 
 
 def _run(*command: str) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def run_job(job: Job, network: Network, *, python: str = sys.executable, silence
         _wait(job, ranks, silence_s)
     finally:
         with interrupts_postponed():
-            _end(ranks)
+            end(ranks)
     return [json.loads(job.result_path(rank).read_text(encoding="utf-8")) for rank in range(job.num_ranks)]
 
 
@@ -96,7 +97,8 @@ def _last_words(job: Job, rank: int) -> str:
     return f"The end of rank {rank}'s log:\n" + "\n".join(lines) if lines else f"Rank {rank} has written nothing."
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+def end(ranks: Sequence[subprocess.Popen[Any]]) -> None:
+    """Kills ranks that were started in sessions of their own, and what they have started."""
     for rank in ranks:
         # Its session is ours alone: the rank and what it has started, which may be there when the rank is not any more.
         with contextlib.suppress(ProcessLookupError):

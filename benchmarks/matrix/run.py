@@ -42,8 +42,7 @@ from benchmarks.matrix.turns import STEPS_PER_TURN, TIMED_PER_TURN
 FULL = Effort(num_turns=8, has_start_up=True)
 QUICK = Effort(num_turns=2, has_start_up=False, max_settling=30)
 _QUICK_LEAVES_OUT = ("gpt", 4)  # real arithmetic on more ranks than many machines have processors: noise
-# What only some systems of a full run are measured on.
-_VALIDATED = ("replay", "1gbit", (catalog.OURS, "ours-zero1", catalog.TORCH, catalog.PER_PARAMETER))
+# Only some systems of a full run are measured on the workload at its full size.
 _LARGE = ("gpt2@1", "1gbit", (catalog.OURS, catalog.TORCH, catalog.PER_PARAMETER))
 
 
@@ -61,7 +60,6 @@ class Asked:
     has_large: bool  # the workload at its full size as well
     records: bool
     resumes: bool
-    validates: bool  # the emulated link as well
     left_out: tuple[tuple[str, int], ...]  # cells of a workload and a number of ranks
 
 
@@ -88,7 +86,7 @@ def run(asked: Asked, command: str) -> int:
     missing = what_is_missing()
     asked_cells = _cells(asked, is_shaped=missing is None)
     if missing is not None and any(cell.kind == "emulated" for cell in asked_cells):
-        _tell(f"no shaped links: {missing}. Going on with the emulated link.")
+        _tell(f"no shaped links: {missing}. The emulated link takes no processor time: these figures only show that it works.")
     header = {**machine(), "command": command, "links": _links(asked_cells, missing)}
     if not asked.resumes:
         _set_aside(asked.out)
@@ -174,12 +172,11 @@ def _with_systems_of(earlier: Document, cell: Cell) -> Cell:
 
 
 def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
-    """The cells in the order in which they run; a full run validates the emulated link beside the shaped one.
+    """The cells in the order in which they run.
 
     Start-up and memory are measured in a workload's first cell: they hardly depend on the link.
     """
     brief = replace(asked.effort, has_start_up=False)
-    validated = _among(asked.systems, _VALIDATED[2]) if is_shaped and asked.device == "cpu" and asked.validates else ()
     cells: list[Cell] = []
     for workload in asked.workloads:
         effort = asked.effort
@@ -189,11 +186,8 @@ def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
                     continue
                 kind = kind_of(link, num_ranks, asked.device, has_namespaces=is_shaped)
                 place = {"workload": workload, "num_ranks": num_ranks, "link": link, "kind": kind, "device": asked.device}
-                cell = Cell(**place, systems=asked.systems, effort=effort)
+                cells.append(Cell(**place, systems=asked.systems, effort=effort))
                 effort = brief
-                cells.append(cell)
-                if validated and (workload.label, link) == _VALIDATED[:2]:
-                    cells.append(replace(cell, kind="emulated", systems=validated, effort=brief))
     large = _among(asked.systems, _LARGE[2])
     if asked.has_large and _LARGE[1] in asked.links and large:
         workload = catalog.workload_from_text(_LARGE[0])
@@ -315,7 +309,6 @@ def _asked(given: argparse.Namespace) -> Asked:
         has_large=not given.workload and not given.quick,
         records=given.record,
         resumes=given.resume,
-        validates=not given.quick,
         left_out=(_QUICK_LEAVES_OUT,) if given.quick and not given.workload and not given.ranks else (),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.matrix.catalog import BARE, OURS, OWN, TORCH
-from benchmarks.matrix.finished import link_of, place_of, title_of
+from benchmarks.matrix.finished import link_of, title_of
 from benchmarks.matrix.interval import ALIKE, LEAST_TURNS, Ratio, ratio_of
 
 Row = Mapping[str, Any]
@@ -32,41 +32,13 @@ _HOW_SURE = (
 def markdown(header: Row, cells: Sequence[Row]) -> str:
     """Returns the page: the machine, an entry for each cell, the counts, and every system without a figure."""
     machine = " · ".join(f"{key} {value}" for key, value in header.items())
-    blocks = ["# The matrix", _RECORD, *_at_a_glance(cells), *_validation(cells), *_not_measured(cells)]
+    blocks = ["# The matrix", _RECORD, *_at_a_glance(cells), *_not_measured(cells)]
     blocks += [*_divided(cells), "## The last run", machine]
     return "\n\n".join(blocks) + "\n"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
-
-
-def validation_rows(cells: Sequence[Row]) -> list[dict[str, Any]]:
-    """Systems measured on a shaped link and on the emulated one of the same name, and by how much they differ."""
-    by_place = {place_of(cell): cell for cell in cells}
-    rows = []
-    for (workload, ranks, link, kind, device), emulated in by_place.items():
-        shaped = by_place.get((workload, ranks, link, "shaped", device))
-        if kind != "emulated" or shaped is None:
-            continue
-        real = {row["system"]: row for row in shaped["rows"] if row["error"] is None}
-        for row in emulated["rows"]:
-            if row["error"] is not None or row["system"] not in real or row["system"] == BARE:
-                continue
-            compared = "step_ms" if row["is_sharded"] else "backward_ms"
-            shaped_ms, emulated_ms = (it[compared]["median"] for it in (real[row["system"]], row))
-            rows.append(
-                {
-                    "workload": workload,
-                    "ranks": ranks,
-                    "link": link,
-                    "system": row["system"],
-                    "shaped_ms": shaped_ms,
-                    "emulated_ms": emulated_ms,
-                    "difference": round(emulated_ms / shaped_ms - 1, 4),
-                }
-            )
-    return rows
 
 
 def _not_measured(cells: Sequence[Row]) -> list[str]:
@@ -163,16 +135,3 @@ def _counts(ratios: Sequence[Ratio]) -> list[str]:
 
 def _step_ms(row: Row) -> float:
     return float(row["step_ms"]["median"])
-
-
-def _validation(cells: Sequence[Row]) -> list[str]:
-    """Says how far the emulated link is from the shaped one, if both were measured."""
-    rows = validation_rows(cells)
-    if not rows:
-        return []
-    worst = max(rows, key=lambda row: abs(row["difference"]))
-    place = f"{worst['system']} in {worst['workload']} on {worst['ranks']} ranks over {worst['link']}"
-    return [
-        f"Over the emulated link, steps differ from the shaped link by at most {abs(worst['difference']):.1%} "
-        f"({place}; {len(rows)} pairs)."
-    ]

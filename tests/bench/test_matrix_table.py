@@ -102,7 +102,6 @@ def test_the_best_of_a_sweep_is_one_row() -> None:
     )
 
 
-SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "kind": "emulated"}
 # Cells, and what their document has.
 
 
@@ -113,11 +112,6 @@ SHAPED, EMULATED = cell("ours", ours=ms(100)), {**cell("ours", ours=ms(106)), "k
             [cell("ours", "fsdp2", errors=KILLED, ours=ms(121))],
             [f"| {PLACE} | FSDP2 per layer, no reshard | {KILLED['fsdp2']} |"],
             id="what could not be measured says why",
-        ),
-        pytest.param(
-            [SHAPED, EMULATED],
-            ["differ from the shaped link by at most 6.0% (ours in replay on 2 ranks over 1gbit; 1 pairs)."],
-            id="the emulated link beside the shaped one",
         ),
     ],
 )

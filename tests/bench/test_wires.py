@@ -1,29 +1,12 @@
-"""What fewer bytes gain, and what they change in training: rows, figures and tables; a run of each that takes a moment."""
+"""How fewer bytes change the loss: rows, figures and tables; a run of each variant that takes a moment."""
 
 from pathlib import Path
 
 import pytest
-from benchmarks import figures, quality, slow_networks
+from benchmarks import figures, quality
 from benchmarks.ranks import run_ranks
 
-from support.matrix import cell, played
-
 pytestmark = pytest.mark.bench
-
-
-def test_steps_and_bytes_are_judged_within_a_cell() -> None:
-    systems = {"torch_ddp_best@4MB": played([99.0] * 2), "ours_int8": played([59.0] * 2, sent_bytes=[1e6] * 2)}
-    rows = slow_networks.rows_of([cell("bare", "torch-ddp-best", "ours-int8", **systems)])
-    assert [(row["system"], row["variant"], row["step_ms"], row["sent_mb"]) for row in rows] == [
-        ("bare", None, 21.0, 4.0),
-        ("torch-ddp-best", "torch-ddp-best@4MB", 100.0, 4.0),
-        ("ours-int8", None, 60.0, 1.0),
-    ]
-    assert [(it.name, it.measured_text, it.verdict) for it in slow_networks.judge(rows)] == [
-        ("replay, 2 ranks, 1gbit: ours-int8 / bare", "2.86 x", "NO"),
-        ("replay, 2 ranks, 1gbit: ours-int8 / torch-ddp-best, bytes", "0.25 x", "yes"),
-    ]
-    assert figures._slow_networks(rows)[::3] == [["ms of a step", "24 timed layers, 1 Gb/s"], ['Undertow, wire="int8"', "60"]]
 
 
 def test_losses_are_judged_by_the_mean_over_seeds() -> None:

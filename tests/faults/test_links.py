@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from benchmarks.matrix.links import Network, shaped_network
+from benchmarks.matrix.links import Network, enter, shaped_network
 from torch import nn
 
 from faults.conftest import Record
 from faults.places import WITHIN_S
 from support.models import noise
-from support.namespaces import enter
 from support.processes import Ended, Rank, run_ranks
 from undertow import DistributedDataParallel, SyncConfig
 

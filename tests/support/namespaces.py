@@ -1,10 +1,7 @@
 """Tests over networks of namespaces, where this machine lets us make some."""
 
-import ctypes
-import os
-
 import pytest
-from benchmarks.matrix.links import NAMESPACES, remove_abandoned, what_is_missing
+from benchmarks.matrix.links import remove_abandoned, what_is_missing
 
 
 @pytest.fixture
@@ -13,10 +10,3 @@ def needs_namespaces() -> None:
     if missing is not None:
         pytest.skip(f"shaped links cannot be made here: {missing}")
     remove_abandoned()
-
-
-def enter(namespace: str) -> None:
-    descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-    os.close(descriptor)

@@ -20,7 +20,7 @@ class Ours(PlainSystem):
             **super().facts(),
             "collectives": len(report.buckets),
             "version": version("undertow"),
-            "decision": self.wrapped.explain().decision,
+            "decision": str(self.wrapped.explain()),
             "profile": self._profile(),
             "buckets": [
                 [b.num_bytes, round(b.ready_ms, 2), round(b.launched_ms, 2), round(b.done_ms, 2)] for b in report.buckets

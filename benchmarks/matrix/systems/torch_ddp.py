@@ -21,9 +21,10 @@ class TorchDdp(PlainSystem):
 
 
 def with_hook(wrapped: nn.parallel.DistributedDataParallel, hook: str, **options: Any) -> nn.Module:
-    """Registers torch's hook, "bf16" or "powersgd"; `options` are arguments of PowerSGD's state."""
-    if hook == "bf16":
-        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    """Registers torch's hook, "bf16", "fp16" or "powersgd"; `options` are arguments of PowerSGD's state."""
+    compress_hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+    if hook in compress_hooks:
+        wrapped.register_comm_hook(None, compress_hooks[hook])
     else:
         state = powerSGD_hook.PowerSGDState(wrapped.process_group, **options)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

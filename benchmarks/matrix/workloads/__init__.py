@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.matrix.profile import PROFILES, scaled
-from benchmarks.matrix.workloads import gpt, replay, resnet
+from benchmarks.matrix.workloads import gpt, replay, resnet, small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ def make_workload(name: str, scale: float, device: torch.device) -> Workload:
     if name in PROFILES:
         profile = scaled(PROFILES[name](), scale)
         return _on(device, lambda: replay.Replay(profile), replay.batch_of)
+    if name == "small":
+        return _on(device, small.ManySmall, small.batch_of)
     module = {"gpt": gpt, "resnet": resnet}[name]
     size = module.SIZES[device.type]
     return _on(device, lambda: module.make_model(size), lambda rank: module.batch_of(rank, size))

@@ -235,8 +235,9 @@ def report(
 
 
 @app.command(
-    help="Show the buckets that Undertow plans for a model, the plans that they are chosen from, "
-    "and with --schedule the ops of one step, without running anything.\n\n"
+    help="Show the buckets that a cost model plans for a model, the plans that they are chosen "
+    "from, and with --schedule the ops of one step, without running anything. Training does not "
+    "trust the model: it tries plans on real steps, and keeps one only if its steps are faster.\n\n"
     "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md).\n\n"
     'Example: undertow plan examples/profiles/gpt2.json --ranks 64 --link "100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
@@ -277,8 +278,9 @@ def plan(  # noqa: PLR0913  # one argument per option
     "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md). "
     "Simulates a step that sends one message per parameter, one with buckets of 25 MiB after "
     "a first one of 1 MiB, as torch's DistributedDataParallel has them, and one with the "
-    "buckets that Undertow plans for this network. Prints what each step takes, what of its "
-    "communication is exposed, and the scaling efficiency, "
+    "buckets that a cost model plans for this network (training tries plans on real steps "
+    "instead). Prints what each step takes, and its parts on the fastest rank: computing, waiting "
+    "for the network and waiting for a late rank. The scaling efficiency is "
     "the share of the step that computing alone takes. Draws timelines in "
     "OUT/simulate.png. --sweep bandwidth draws the step over the rate of the link instead, in "
     "OUT/sweep.png.\n\n"

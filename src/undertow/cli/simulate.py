@@ -15,6 +15,11 @@ from undertow.report.sweep import save_sweep, sweep_table, swept
 from undertow.report.timeline import require_matplotlib, save_timeline
 from undertow.report.what_if import FIXED, PLANNED, WhatIf
 from undertow.shown import print_line, table_of
+from undertow.simulate import DEFAULTS
+
+# A standard deviation of computing times above which the line says where it comes from: ranks of
+# one kind differ by less, so it may come from other work on a machine.
+_NOTABLE_SKEW = 0.05
 
 
 def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
@@ -34,7 +39,7 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
             f"Update by {what_if.optimizer}: {what_if.profile.update_us / 1e3:.2f} ms in the "
             f"profile, {_update_ms(what_if):.2f} ms on the rank with the most work"
         )
-    lines.append(_conditions_text(what_if))
+    lines += _conditions_lines(what_if)
     if what_if.link is None and what_if.profile.is_of_one_size:
         lines.append(
             "Warning: messages of one size were measured, and smaller ones count as no cheaper, "
@@ -63,7 +68,7 @@ def show_sweep(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
     if is_json:
         _print_json(what_if, **asdict(sweep))
         return
-    console = _console(what_if, sweep.network, [_conditions_text(what_if)])
+    console = _console(what_if, sweep.network, _conditions_lines(what_if))
     console.print(sweep_table(sweep))
     path = out / "sweep.png"
     save_sweep(sweep, path)
@@ -95,6 +100,7 @@ def _print_json(what_if: WhatIf, **answer: Any) -> None:
         "ranks": what_if.num_ranks,
         "network": what_if.network,
         "conditions": what_if.conditions.of(what_if.profile),
+        "profile_skew": what_if.profile.skew,
     }
     print(json.dumps({**facts, **answer}, indent=2))
 
@@ -102,10 +108,12 @@ def _print_json(what_if: WhatIf, **answer: Any) -> None:
 def _console(what_if: WhatIf, network: str, lines: Iterable[str]) -> Console:
     """Prints the question and returns the console for the answer."""
     params = what_if.profile.params
+    is_slowest = what_if.profile.is_measured and what_if.num_ranks > 1
+    slowest = " on the slowest rank" if is_slowest else ""
     model = (
         f"{what_if.profile.name or 'a model'}, {what_if.strategy.name}: {len(params)} parameters, "
         f"{sum(spec.num_bytes for spec in params) / 1e6:.1f} MB, "
-        f"{what_if.compute_us / 1e3:.1f} ms of computing per step"
+        f"{what_if.compute_us / 1e3:.1f} ms of computing per step{slowest}"
     )
     console = Console()
     for line in (model, f"Network: {network}", *lines):
@@ -117,7 +125,22 @@ def _update_ms(what_if: WhatIf) -> float:
     return what_if.divided(what_if.planned).update_us / 1e3
 
 
-def _conditions_text(what_if: WhatIf) -> str:
+def _conditions_lines(what_if: WhatIf) -> list[str]:
     conditions = what_if.conditions.of(what_if.profile)
     texts = ", ".join(f"{name} {value:g}" for name, value in conditions.items())
-    return f"Conditions, as given or measured, else assumed: {texts}"
+    lines = [f"Conditions, as given or measured, else assumed: {texts}"]
+    measured = what_if.profile.skew
+    if what_if.num_ranks == 1 or measured is None or measured <= _NOTABLE_SKEW:
+        return lines
+    if what_if.conditions.skew is None:
+        lines.append(
+            f"The profile's skew is taken over: the computing times of its ranks had a standard "
+            f"deviation of {measured:.1%}. If something disturbed a rank in that run, give "
+            f"another, such as --skew {DEFAULTS['skew']:g}."
+        )
+    else:
+        lines.append(
+            f"The profile's skew of {measured:.1%} is not taken over: --skew "
+            f"{what_if.conditions.skew:g} is given."
+        )
+    return lines

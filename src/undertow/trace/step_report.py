@@ -173,7 +173,8 @@ class StepReport(Shown):
     def advice(self) -> str:
         """One sentence.
 
-        The first cause that explains most of the exposed time, and what to do about it.
+        The first cause that explains most of the exposed time, and what to do about it. Only a
+        step with the verdict poor has one: a cause is worth at least 5 % of it then.
         """
         if self.num_steps == 0 and self.outer is not None:
             return "Within a step this replica, a single rank, sends nothing."
@@ -185,7 +186,7 @@ class StepReport(Shown):
             return "Nothing is sent, so nothing is waited for: all gradients stay where they are."
         if self.num_steps < _FEWEST_STEPS:
             return f"Too few steps to judge: {self.num_steps} under this plan. Ask again after ten."
-        if self.verdict == "excellent":
+        if self.verdict in ("excellent", "good"):
             share = self.exposed_ms / self.step_ms
             return (
                 f"Well hidden: the step waits for communication in {share:z.1%} of its time. "
@@ -258,7 +259,10 @@ _VERDICTS = {
 # shorter wait may be its work: none of the causes below would explain it, and no plan would shorten
 # it.
 _LEAST_MS = 1.0
-_MOST = 0.5  # of the exposed time: a cause that explains this share is the one to look at
+# Of the exposed time: a cause that explains this share is the one to look at. More than a tenth of
+# a poor step is exposed, so the cause is worth more than a twentieth of the step.
+_MOST = 0.5
+_LEAST_WORTH = 0.05  # of the step: what another plan has to save before it is advised
 
 
 def _late_rank(report: StepReport) -> str:
@@ -300,7 +304,10 @@ def _processors(report: StepReport) -> str:
 
 
 def _network(report: StepReport) -> str:
-    if report.limit_ms == 0 or report.synchronized_ms > 1.1 * report.limit_ms:
+    if report.limit_ms == 0:
+        return ""
+    late_ms = report.synchronized_ms - report.limit_ms
+    if late_ms > max(0.1 * report.limit_ms, _LEAST_WORTH * report.step_ms):
         return ""
     reduced_ms = report.communication_ms - report.gather_ms
     if reduced_ms - report.late_rank_ms > report.backward_ms:

@@ -39,6 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "small": SMALL,
         "sharded": replace(SMALL, strategy="zero1"),
         "measured": MEASURED,
+        "skewed": replace(MEASURED, skew=0.157),
         "mesh": replace(MEASURED, strategy="hybrid", curves={"reduce_scatter": curve, "all_gather": curve}),
     }.items():
         profile.save(f"{name}.json")
@@ -124,7 +125,15 @@ SHOWN = {
     "plan sharded.json --link 10gbit": ("zero1, ranks: 4, ", "Error"),
     "plan sharded.json --link 10gbit --strategy ddp": ("ddp, ranks: 4, ", "Error"),
     "plan small.json --link 10gbit --bucket-cap-mb 17": ("buckets: 4\n", "The fastest plans"),
-    "simulate small.json --link 8gbit,10us --skew 0.05": ("late", "Error"),
+    "simulate small.json --link 8gbit,10us --skew 0.05": ("late", "The profile's skew"),
+    "simulate skewed.json": (
+        "The profile's skew is taken over: the computing times of its ranks had a standard deviation of 15.7%. If something "
+        "disturbed a rank in that run, give another, such as --skew 0.02.\n",
+        "Error",
+    ),
+    "simulate skewed.json --skew 0.02": ("The profile's skew of 15.7% is not taken over: --skew 0.02 is given.\n", "Error"),
+    "simulate skewed.json --ranks 1 --link 1gbit": ("skew 0.157", "The profile's skew"),
+    "simulate measured.json --skew 0.06": ("skew 0.06", "The profile's skew"),
     "simulate measured.json": ("Network: as measured over 4 ranks\n", "Error"),
     "simulate small.json --link 10gbit --skew 0": (
         "Conditions, as given or measured, else assumed: skew 0, contention 0.12, launch_us 90, copy_us_per_mb 25\n",
@@ -257,6 +266,17 @@ def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
         ["planned buckets", "2", "37.8", "85.4"],
     ]
     assert Path("out/simulate.png").read_bytes().startswith(PNG_HEAD)
+
+
+@pytest.mark.parametrize("options", ["skewed.json", "small.json --link 1gbit --skew 0.1", "sharded.json --link 1gbit --skew 0.1"])
+def test_the_parts_of_a_step_add_up_on_one_rank(options: str, undertow: Undertow) -> None:
+    for row in rows_of(undertow(f"simulate {options}").out):
+        step_ms, *parts_ms = map(float, row[3:7])
+        assert step_ms == pytest.approx(sum(parts_ms), abs=0.21)  # each of four is rounded to a tenth
+        assert min(parts_ms) > 0
+    for step in json.loads(undertow(f"simulate {options} --json").out)["steps"]:
+        assert step["step_ms"] == pytest.approx(step["computing_ms"] + step["network_ms"] + step["late_rank_ms"])
+        assert step["exposed_ms"] == pytest.approx(step["network_ms"] + step["late_rank_ms"])
 
 
 def test_a_step_on_nodes_takes_what_its_schedule_has_on_each_axis(undertow: Undertow) -> None:

@@ -166,6 +166,15 @@ def six(**changes: Any) -> StepReport:
             "Well hidden: the step waits for communication in 2.0% of its time. There is nothing to do.",
         ),
         (
+            # Half of the exposed time, as a cause, would be 2.5 % of the step.
+            six(step_us=4e5, cpu_us=12_000),
+            "Well hidden: the step waits for communication in 5.0% of its time. There is nothing to do.",
+        ),
+        (
+            six(step_us=2e5, busy_ms=(50.0, 65.0)),
+            "Well hidden: the step waits for communication in 10.0% of its time. There is nothing to do.",
+        ),
+        (
             six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700),
             "Too small to judge: the step waits 0.80 ms for communication, and waits below 1 ms depend on what else the "
             "processors do.",
@@ -210,7 +219,16 @@ def six(**changes: Any) -> StepReport:
             "Gradients are synchronized 1.14 times as late as these buckets allow: explain() gives the reasons for this plan.",
         ),
         (
-            six(buckets=(), gathers=GATHERS),
+            # Another plan saves 10 ms of 250.
+            six(
+                buckets=(row(0, 60_000, 70_000, (60_000, 70_000), ready_us=30_000), row(1, 60_000, 101_000, (70_000, 101_000))),
+                step_us=250_000,
+            ),
+            "The network is the limit: communication of gradients takes 41.0 ms, longer than the 40.0 ms of backward: simulate "
+            'another link with undertow simulate, or set wire="int8" (or "auto") to send fewer bytes (docs/slow-networks.md).',
+        ),
+        (
+            six(buckets=(), gathers=GATHERS, step_us=40_000),
             "The step waits for parameters: let more of the forward run before it reads the first of them.",
         ),
     ],
@@ -220,13 +238,16 @@ def six(**changes: Any) -> StepReport:
             "one rank",
             "too few steps",
             "well hidden",
+            "good, and processors have a part",
+            "good, and a rank is late",
             "too small",
             "a late rank",
             "processors",
             "a bucket that a setting fixes",
             "one planned bucket",
         ),
-        *("the network", "a last bucket that is full when backward ends", "another plan", "parameters"),
+        *("the network", "a last bucket that is full when backward ends", "another plan", "a plan that is worth little"),
+        "parameters",
     ],
 )
 def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str) -> None:

@@ -1,0 +1,23 @@
+"""torch's PeriodicModelAverager: ranks train alone, and average their parameters every `period` steps, in the step itself."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+from benchmarks.matrix.systems import Setting, System
+from benchmarks.matrix.systems.plain import PlainSystem
+
+
+class TorchAverager(PlainSystem):
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting.model, setting.model, version=torch.__version__)
+        self._averager = PeriodicModelAverager(process_group=setting.group, **setting.options)
+
+    def update(self) -> None:
+        super().update()
+        self._averager.average_parameters(self.bare.parameters())
+
+
+def build(setting: Setting) -> System:
+    return TorchAverager(setting)

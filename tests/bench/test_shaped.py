@@ -1,0 +1,169 @@
+"""Systems in turn over shaped links: which ones, what counts of their steps, the tables; with root, runs that take a moment."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks import figures
+from benchmarks.matrix.errors import UnknownName
+from benchmarks.matrix.links import NAMESPACES, PREFIX
+from benchmarks.shaped import __main__ as command
+from benchmarks.shaped import part
+from benchmarks.shaped.rounds import Course, Timed, run
+from benchmarks.shaped.session import HERE
+from benchmarks.shaped.systems import CONTENDERS, OUTER, SWEEP, chosen
+
+from support.project import ROOT
+
+pytestmark = pytest.mark.bench
+
+
+def timed(name: str, *rounds: Sequence[Sequence[float]]) -> Timed:
+    return Timed(contender=CONTENDERS[name], rounds_ms=[list(map(list, ranks)) for ranks in rounds], cpu_ms=[1.0] * len(rounds))
+
+
+def course(names: str, **changes: object) -> Course:
+    return replace(
+        Course(
+            workload="replay@0.01",
+            link="1gbit",
+            num_ranks=2,
+            contenders=chosen(names, {}),
+            num_rounds=2,
+            num_steps=3,
+            sources={"": HERE},
+        ),
+        **changes,
+    )
+
+
+def test_a_list_of_systems_may_name_the_sweep_and_another_tree() -> None:
+    found = chosen("ours, ddp-best,old:ours,ours", {"old": "/somewhere"})
+    assert [(each.name, each.tree) for each in found] == [("ours", ""), *((name, "") for name in SWEEP), ("old:ours", "old")]
+    with pytest.raises(UnknownName, match=r"no system 'our'\. Did you mean 'ours'\?"):
+        chosen("our", {})
+    with pytest.raises(UnknownName, match="no tree 'new'"):
+        chosen("new:ours", {"old": "/somewhere"})
+
+
+def test_a_step_is_as_long_as_on_its_slowest_rank_and_the_median_round_counts() -> None:
+    found = timed("ours", ([1, 2, 9], [3, 1, 1]), ([7, 7, 7], [6, 6, 6]), ([5, 5, 5], [0, 0, 0]))
+    assert (found.of_rounds_ms, found.step_ms) == ([3, 7, 5], 5)
+
+
+def test_steps_with_an_exchange_now_and_then_count_by_their_mean() -> None:
+    assert timed(OUTER, ([1, 1, 10], [2, 2, 2])).step_ms == 4
+
+
+def test_the_table_has_ratios_to_the_first_system_that_was_measured() -> None:
+    failed = timed("bare")
+    failed.error = "rank 1 has ended"
+    one = timed("ours", ([100.0], [90.0]), ([110.0], [90.0]))
+    other = timed("ddp", ([50.0], [40.0]), ([60.0], [40.0]))
+    lines = [line.split() for line in command.table([failed, one, other]).splitlines()[1:]]
+    assert lines == [
+        ["bare", "failed"],
+        ["ours", "105.0", *["100.0", "to", "110.0"], "1.0", "1.000", *["1.000", "to", "1.000"]],
+        ["ddp", "55.0", *["50.0", "to", "60.0"], "1.0", "0.524", *["0.500", "to", "0.545"]],
+    ]
+
+
+def rows() -> list[dict[str, object]]:
+    steps = {"ours": 120.0, "ours-untuned": 100.0, "ours-auto": 80.0, "ddp": 150.0, "ddp-1mb": 110.0, "ddp-4mb": 90.0}
+    steps |= {"ddp-fp16": 70.0, "bare": 50.0}
+    return part.rows_of(course("ours", workload="gpt"), [timed(name, ([step], [0.0])) for name, step in steps.items()])
+
+
+def test_the_best_bucket_size_is_a_row_and_ratios_are_judged() -> None:
+    (best,) = (row for row in rows() if row["system"] == "ddp-best")
+    assert (best["variant"], best["step_ms"], best["title"]) == ("ddp-4mb", 90.0, "torch DDP, best of 2 bucket sizes")
+    assert {row["source"] for row in rows()} == {"shaped"}
+    assert [(it.name, it.measured_text, it.verdict) for it in part.judge(rows())] == [
+        ("gpt, 1gbit: ours / ours-untuned", "1.20 x", "NO"),
+        ("gpt, 1gbit: ours-auto / ours", "0.67 x", "yes"),
+        ("gpt, 1gbit: ours / ddp-best", "1.33 x", "-"),
+    ]
+
+
+def test_the_first_row_of_the_readme_is_the_changed_import_alone_whatever_it_says() -> None:
+    _, *lines = figures._readme(rows())
+    assert lines == [
+        ["a GPT, 1 Gb/s", "the import alone", "150", "90", "", "120", "1.33"],
+        ["a GPT, 1 Gb/s", '`SyncConfig(wire="auto")`', "150", "90", "70 (fp16 hook)", "80", "0.89"],
+    ]
+
+
+def test_tables_have_the_systems_that_were_measured() -> None:
+    (line,) = figures._shaped([{**row, "date": "today"} for row in rows()])[1:]
+    assert line == ["GPT, 1 Gb/s", "50.0", "150.0", "90.0", "120.0", "100.0", "", "1.33", "today"]
+    head, *lines = figures._slow_networks(rows())
+    assert (head, lines[0], lines[2]) == (
+        ["ms of a step", "GPT, 1 Gb/s"],
+        ["compute alone", "50"],
+        ["torch DDP, best of 2 bucket sizes", "90"],
+    )
+    far = part.rows_of(course("ours", workload="gpt", link="100mbit"), [timed("bare", ([5], [4])), timed(OUTER, ([6], [6]))])
+    assert figures._outer_link(far)[1:] == [["compute alone", "5 (1.00)"], ["Undertow, outer every 30", "6 (1.20)"]]
+
+
+def test_a_finished_course_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def stands_in(asked: Course, _tell: object) -> list[Timed]:
+        ran.append(f"{asked.workload}-{asked.link}")
+        return [timed("ours", ([1.0], [1.0]))]
+
+    monkeypatch.setattr(part, "run", stands_in)
+    monkeypatch.setattr(part, "what_is_missing", lambda: None)
+    first = part.measure(tmp_path, False, True, print)
+    (tmp_path / "gpt-5gbit.json").unlink()
+    assert part.measure(tmp_path, True, True, print) == first
+    assert (len(first), ran[len(first) :]) == (11, ["gpt-5gbit"])
+
+
+# Over networks of namespaces.
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("needs_namespaces")
+def test_systems_take_turns_and_one_that_fails_is_lost_alone() -> None:
+    wrong = replace(CONTENDERS["ours-untuned"], name="wrong", module="tests.support.bad_systems")
+    told: list[str] = []
+    contenders = (*chosen("ours-untuned,ddp-4mb", {}), replace(wrong, options={"how": "forgets to average"}))
+    one, other, failed = run(course("ours", contenders=contenders), told.append)
+    assert [[len(rank) for ranks in each.rounds_ms for rank in ranks] for each in (one, other)] == [[3, 3, 3, 3]] * 2
+    assert one.told["explain"]
+    assert "trains wrongly: blocks.0.params.0" in (failed.error or "")
+    turns = [line.split(": ")[1] for line in told if " round " in line]
+    assert turns == ["ours-untuned", "ddp-4mb", "ddp-4mb", "ours-untuned"]
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("needs_namespaces")
+def test_the_command_prints_a_table_and_writes_every_step_and_can_be_interrupted(tmp_path: Path) -> None:
+    asked = [
+        sys.executable,
+        "-m",
+        "benchmarks.shaped",
+        "--workload",
+        "replay@0.01",
+        "--systems",
+        "bare,old:bare",
+        "--rounds",
+        "1",
+    ]
+    asked += ["--steps", "3", "--tree", f"old={ROOT}", "--json", str(tmp_path / "steps.json")]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["system", "bare", "old:bare"]
+    systems = json.loads((tmp_path / "steps.json").read_text())["systems"]
+    assert [[len(rank) for rank in it["rounds_ms"][0]] for it in systems] == [[3, 3], [3, 3]]
+    process = subprocess.Popen([*asked, "--steps", "100000"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    next(line for line in process.stderr if "round 1" in line)
+    process.send_signal(signal.SIGINT)
+    assert (process.wait(120), list(NAMESPACES.glob(f"{PREFIX}{process.pid}-*"))) == (130, [])
+    process.stderr.close()
