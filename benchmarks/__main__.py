@@ -4,6 +4,7 @@ python -m benchmarks matrix ...: workloads x ranks x links x systems; --help say
 python -m benchmarks fidelity: the simulator beside what the matrix has measured.
 python -m benchmarks --only slow-networks: what fewer bytes gain; --only quality: what they change. Both take hours.
 python -m benchmarks --only outer-link --only outer-quality: the same of outer synchronization; the second takes hours.
+python -m benchmarks --only outer-docstrings: the second on a shorter task.
 python -m benchmarks figures: the tables of README.md and docs/benchmarks.md, from recorded results. `make figures` runs it.
 """
 
@@ -100,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*(part.name for part in PARTS), slow_networks.NAME, quality.NAME, outer.LINK, outer.QUALITY]
+    names = [*(part.name for part in PARTS), slow_networks.NAME, quality.NAME, outer.LINK, outer.QUALITY, outer.DOCSTRINGS]
     parser.add_argument(
         "--only",
         action="append",

@@ -33,7 +33,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "s
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
 _BEST = "torch-ddp-best"
 _LINKS = {"1gbit": "1 Gb/s", "5gbit": "5 Gb/s", "none": "unshaped"}
-_ON_THEIR_PAGE = (slow_networks.NAME, quality.NAME, outer.LINK, outer.QUALITY)
+_ON_THEIR_PAGE = (slow_networks.NAME, quality.NAME, outer.LINK, outer.QUALITY, outer.DOCSTRINGS)
 _SYSTEMS = {
     TORCH: "torch DDP, defaults",
     _BEST: "torch DDP, best of six bucket sizes",
@@ -60,6 +60,7 @@ def tables() -> dict[str, Table]:
         quality.NAME: _quality,
         outer.LINK: _outer_link,
         outer.QUALITY: _outer_quality,
+        outer.DOCSTRINGS: _outer_quality,
     }
     return {
         "readme": _readme(compared, parts),

@@ -1,7 +1,8 @@
 """What outer synchronization gains over a link of 100 Mb/s, and what it changes in training.
 
 `outer-link` times whole periods of steps, of two ranks in network namespaces. `outer-quality` trains the demo's GPT, as the
-study `quality` does, with as many tokens for each variant.
+study `quality` does, with as many tokens for each variant. `outer-docstrings` is a shorter task, whose learning rate is as
+high as plain data parallelism bears: there it shows what an outer momentum and a delay do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -32,7 +33,7 @@ from benchmarks.matrix.worker import die_with
 from benchmarks.matrix.workloads import make_workload
 from undertow import DistributedDataParallel, SyncConfig
 
-LINK, QUALITY = "outer-link", "outer-quality"
+LINK, QUALITY, DOCSTRINGS = "outer-link", "outer-quality", "outer-docstrings"
 WORKLOADS = ("replay", "gpt")
 _RATE, _RANKS, _EVERY = "100mbit", 2, 30
 _MOST = 1.03  # times the bare model's step
@@ -40,14 +41,15 @@ BARE, TORCH, INT8, OUTER = "bare", "torch DDP", "Undertow, int8", f"Undertow, ou
 _SETTINGS: dict[str, dict[str, Any]] = {INT8: {"wire": "int8"}, OUTER: {"outer": {"every": _EVERY}}}
 _SIZES_MB = {f"{TORCH}, {size_mb} MB": size_mb for size_mb in (1, 2, 4, 8, 16, 25)}  # the best is the row of torch's class
 PERIODS = (10, 30, 100)
-_NUM_STEPS = 2000
-_RATES_OF = {2: 0.6, 4: 0.6}  # outer learning rates, by replicas (arXiv 2503.09799)
-_MOST_LOSS = 2.0  # percent above a mean in every step, at most: two replicas, every 30 steps
+_NUM_STEPS, _NUM_DOCSTRING_STEPS = 2000, 600
+_TURNS = {"fragments": 2, "delay": 1}  # given, so that results do not depend on the clock
+_OF_PAPERS = {"momentum": 0.9}  # arXiv 2311.08105, whose outer learning rate is the default
+_MOST_LOSS = 2.0  # percent above a mean in every step, at most, with two replicas
 PLAIN = "every step"
 
 
-def parts(out: Path, *, resumes: bool) -> tuple[Part, Part]:
-    """The two benchmarks. The study keeps its finished runs in `out`."""
+def parts(out: Path, *, resumes: bool) -> tuple[Part, ...]:
+    """The benchmarks. The studies keep their finished runs in `out`."""
     link = Part(
         name=LINK,
         title=f"Outer synchronization over {_RATE}, {_RANKS} ranks: ms of a step, mean over whole periods",
@@ -60,7 +62,13 @@ def parts(out: Path, *, resumes: bool) -> tuple[Part, Part]:
         measure=partial(measure_quality, out, resumes),
         judge=judge_quality,
     )
-    return link, study
+    short = Part(
+        name=DOCSTRINGS,
+        title=f"Outer synchronization: loss after {_NUM_DOCSTRING_STEPS} steps of a GPT over bytes on docstrings",
+        measure=partial(measure_docstrings, out, resumes),
+        judge=judge_docstrings,
+    )
+    return link, study, short
 
 
 def measure_link(is_quick: bool, tell: Tell) -> list[Row]:
@@ -154,31 +162,58 @@ def _run_rank(runner: str, folder: str, workload_name: str, name: str, num_timed
     dist.destroy_process_group()
 
 
-def variants(num_ranks: int) -> dict[str, quality.Variant]:
+def variants() -> dict[str, quality.Variant]:
     """The ways to train: a mean of gradients in every step, and outer synchronization of several periods."""
+    return {PLAIN: quality.Variant(), **{f"every {every}": _outer(every) for every in PERIODS}}
+
+
+def docstring_variants() -> dict[str, quality.Variant]:
+    """As `variants`, and with the momentum of papers, and a delay of half a period."""
     found = {PLAIN: quality.Variant()}
-    for every in PERIODS:
-        outer = {"every": every, "lr": _RATES_OF[num_ranks], "fragments": 2, "delay": 1}
-        found[f"every {every}"] = quality.Variant(config={"outer": outer})
+    for every in PERIODS[:2]:
+        found[f"every {every}"] = _outer(every)
+        found[f"every {every}, momentum=0.9"] = _outer(every, **_OF_PAPERS)
+        found[f"every {every}, delay={every // 2}"] = _outer(every, delay=every // 2)
     return found
+
+
+def _outer(every: int, **settings: Any) -> quality.Variant:
+    return quality.Variant(config={"outer": {"every": every, **_TURNS, **settings}})
 
 
 def measure_quality(out: Path, resumes: bool, is_quick: bool, tell: Tell) -> list[Row]:
     """A row for each variant, number of ranks and seed; finished runs are kept in a file."""
     num_steps, seeds = (40, quality.SEEDS[:1]) if is_quick else (_NUM_STEPS, quality.SEEDS)
-    of_ranks = {ranks: variants(ranks) for ranks in quality.RANKS}
-    return quality.measure_runs(out / f"{QUALITY}.jsonl", resumes, of_ranks, seeds, num_steps, tell)
+    of_ranks = dict.fromkeys(quality.RANKS, variants())
+    return quality.measure_runs(out / f"{QUALITY}.jsonl", resumes, of_ranks, seeds, quality.modules(num_steps), tell)
+
+
+def measure_docstrings(out: Path, resumes: bool, is_quick: bool, tell: Tell) -> list[Row]:
+    """As `measure_quality`, with two replicas on the shorter task."""
+    num_steps, seeds = (40, quality.SEEDS[:1]) if is_quick else (_NUM_DOCSTRING_STEPS, quality.SEEDS)
+    of_ranks = {2: docstring_variants()}
+    kept = out / f"{DOCSTRINGS}.jsonl"
+    return quality.measure_runs(kept, resumes, of_ranks, seeds, quality.docstrings(num_steps), tell)
 
 
 def judge_quality(rows: Sequence[Row]) -> list[Figure]:
     """How far each variant's loss on held-out text is above a mean in every step, as a mean over seeds."""
+    return _judged(rows, dict.fromkeys(quality.RANKS, variants()), bounded=("every 30",))
+
+
+def judge_docstrings(rows: Sequence[Row]) -> list[Figure]:
+    """As `judge_quality`."""
+    return _judged(rows, {2: docstring_variants()}, bounded=("every 10",))
+
+
+def _judged(rows: Sequence[Row], of_ranks: Mapping[int, Mapping[str, Any]], *, bounded: Sequence[str]) -> list[Figure]:
     above = quality.percent_above(rows, PLAIN)
     figures = []
-    for ranks in quality.RANKS:
-        for name in variants(ranks):
+    for ranks, names in of_ranks.items():
+        for name in names:
             if name == PLAIN:
                 continue
-            is_judged = (ranks, name) == (2, "every 30")
+            is_judged = ranks == 2 and name in bounded
             target = Target(relation=Relation.AT_MOST, bound=_MOST_LOSS) if is_judged else None
             title = f"{ranks} replicas, {name}: loss above {PLAIN}"
             figures.append(Figure(name=title, measured=mean(above[name, ranks]), unit="%", target=target))
