@@ -43,7 +43,6 @@ _SIZES_MB = {f"{TORCH}, {size_mb} MB": size_mb for size_mb in (1, 2, 4, 8, 16, 2
 PERIODS = (10, 30, 100)
 _NUM_STEPS, _NUM_DOCSTRING_STEPS = 2000, 600
 _TURNS = {"fragments": 2, "delay": 1}  # given, so that results do not depend on the clock
-_OF_PAPERS = {"momentum": 0.9}  # arXiv 2311.08105, whose outer learning rate is the default
 _MOST_LOSS = 2.0  # percent above a mean in every step, at most, with two replicas
 PLAIN = "every step"
 
@@ -168,12 +167,13 @@ def variants() -> dict[str, quality.Variant]:
 
 
 def docstring_variants() -> dict[str, quality.Variant]:
-    """As `variants`, and with the momentum of papers, and a delay of half a period."""
+    """As `variants`; and with the momentum of papers, as plain means, and with a delay of half a period."""
     found = {PLAIN: quality.Variant()}
     for every in PERIODS[:2]:
-        found[f"every {every}"] = _outer(every)
-        found[f"every {every}, momentum=0.9"] = _outer(every, **_OF_PAPERS)
-        found[f"every {every}, delay={every // 2}"] = _outer(every, delay=every // 2)
+        found[f"every {every}"] = _outer(every, fragments=1)
+        found[f"every {every}, momentum=0.9"] = _outer(every, fragments=1, momentum=0.9)
+        found[f"every {every}, plain mean"] = _outer(every, fragments=1, lr=1.0, momentum=0.0, delay=0)
+        found[f"every {every}, delay={every // 2}"] = _outer(every, fragments=1, delay=every // 2)
     return found
 
 
