@@ -170,7 +170,7 @@ def docstring_variants() -> dict[str, quality.Variant]:
     """As `variants`; and with the momentum of papers, as plain means, and with a delay of half a period."""
     found = {PLAIN: quality.Variant()}
     for every in PERIODS[:2]:
-        found[f"every {every}"] = _outer(every, fragments=1)
+        found[f"every {every}"] = _outer(every)
         found[f"every {every}, momentum=0.9"] = _outer(every, fragments=1, momentum=0.9)
         found[f"every {every}, plain mean"] = _outer(every, fragments=1, lr=1.0, momentum=0.0, delay=0)
         found[f"every {every}, delay={every // 2}"] = _outer(every, fragments=1, delay=every // 2)
