@@ -4,7 +4,7 @@ python -m benchmarks matrix ...: workloads x ranks x links x systems; --help say
 python -m benchmarks fidelity: the simulator beside what the matrix has measured.
 python -m benchmarks --only shaped: whole steps over links that tc shapes, which the README shows. It takes hours.
 python -m benchmarks.shaped: some of these systems over one of these links, with every step as JSON.
-python -m benchmarks --only quality --only outer-quality: how fewer bytes, or exchanges, change the loss. It takes hours.
+python -m benchmarks --only quality --only outer-quality --only outer-docstrings: how fewer bytes, or exchanges, change the loss. It takes hours.
 python -m benchmarks figures: the tables of README.md and docs/benchmarks.md, from recorded results. `make figures` runs it.
 """
 
@@ -56,7 +56,7 @@ def _measure_parts(asked: argparse.Namespace) -> int:
     alone = (
         shaped.part(asked.out, resumes=asked.resume),
         quality.part(asked.out, resumes=asked.resume),
-        outer.part(asked.out, resumes=asked.resume),
+        *outer.parts(asked.out, resumes=asked.resume),
     )
     chosen = [part for part in (*PARTS, *alone) if part.name in asked.only] if asked.only else PARTS
     described = {**machine(), "is_quick": asked.quick}
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*(part.name for part in PARTS), shaped.NAME, quality.NAME, outer.NAME]
+    names = [*(part.name for part in PARTS), shaped.NAME, quality.NAME, outer.NAME, outer.DOCSTRINGS]
     parser.add_argument(
         "--only",
         action="append",

@@ -38,7 +38,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "s
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
 _BEST = "torch-ddp-best"
 _LINKS = {"1gbit": "1 Gb/s", "5gbit": "5 Gb/s", "none": "unshaped"}
-_ON_THEIR_PAGE = (quality.NAME, outer.NAME)
+_ON_THEIR_PAGE = (quality.NAME, outer.NAME, outer.DOCSTRINGS)
 _SYSTEMS = {
     TORCH: "torch DDP, defaults",
     _BEST: "torch DDP, best of six bucket sizes",
@@ -70,7 +70,7 @@ def tables() -> dict[str, Table]:
     compared = [cell for cell in cells if _BEST in _steps(cell)]  # with all systems
     parts = _recorded()
     rows, of_sizes = (_dated_rows(parts, name) for name in (shaped.NAME, "model-size"))
-    of_parts = {quality.NAME: _quality, outer.NAME: _outer_quality}
+    of_parts = {quality.NAME: _quality, outer.NAME: _outer_quality, outer.DOCSTRINGS: _outer_quality}
     return {
         "readme": _readme(rows),
         "shaped": _shaped(rows),

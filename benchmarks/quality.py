@@ -2,12 +2,16 @@
 
 The learning rate falls to nothing, so that the last losses hardly depend on the last batches. A control, whose first weight
 is moved by a millionth, shows how far two runs in full width drift apart by rounding alone.
+
+`docstrings` is a second, shorter task, with a constant learning rate near the best one of plain data parallelism.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +30,11 @@ from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 from undertow.demo.model import CONTEXT, Gpt
 from undertow.demo.settings import load_corpus
 
-SIZE = {"num_layers": 3, "width": 64}
+_NODES_WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 RANKS, SEEDS = (2, 4), (0, 1, 2)
 NUM_STEPS, NUM_LAST = 1000, 50  # the last losses are averaged
-_BATCH, _NUM_VALIDATION, _LEARNING_RATE = 4, 128, 1e-3  # sequences; of AdamW, as in the demo
+_BATCH, _NUM_VALIDATION = 4, 128  # sequences
+_TEXT_BYTES = 3 << 20  # of docstrings
 _HELD_OUT = 0.05  # of the text
 NAME, _RESULTS = "quality", "quality.jsonl"
 _RUN = ("variant", "ranks", "seed", "steps")
@@ -43,6 +48,46 @@ class Variant:
     power_rank: int | None = None  # of torch's PowerSGD, with torch's wrapper
     nudge: float = 0.0  # the first weight is moved by this part of itself
     bound: float | None = None  # percent of loss above full width at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A text, and the training on it with AdamW."""
+
+    text: bytes
+    num_layers: int
+    width: int
+    context: int
+    learning_rate: float
+    decays: bool  # the learning rate falls to nothing
+    num_steps: int
+
+
+def modules(num_steps: int) -> Task:
+    """The first 4 MB of Python's modules."""
+    return Task(text=load_corpus(), num_layers=3, width=64, context=CONTEXT, learning_rate=1e-3, decays=True, num_steps=num_steps)
+
+
+def docstrings(num_steps: int) -> Task:
+    """3 MB of English: the docstrings of the standard library, then of torch. The model has 0.13 M parameters."""
+    text = _load_docstrings()
+    return Task(text=text, num_layers=2, width=64, context=32, learning_rate=3e-3, decays=False, num_steps=num_steps)
+
+
+def _load_docstrings() -> bytes:
+    found = bytearray()
+    for root in (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent):
+        for path in sorted(root.rglob("*.py")):
+            inner = str(path.relative_to(root))
+            if "site-packages" in inner or "test" in inner:
+                continue
+            with contextlib.suppress(SyntaxError):
+                nodes = ast.walk(ast.parse(path.read_bytes()))
+                texts = [ast.get_docstring(node) for node in nodes if isinstance(node, _NODES_WITH_DOCSTRINGS)]
+                found += "".join(f"{text}\n" for text in texts if text).encode()
+            if len(found) >= _TEXT_BYTES:
+                return bytes(found[:_TEXT_BYTES])
+    return bytes(found)
 
 
 FULL_WIDTH = "fp32"
@@ -70,7 +115,7 @@ def part(out: Path, *, resumes: bool) -> Part:
 def measure(out: Path, resumes: bool, is_quick: bool, tell: Tell) -> list[Row]:
     """A row for each variant, number of ranks and seed."""
     num_steps = 20 if is_quick else NUM_STEPS
-    return measure_runs(out / _RESULTS, resumes, dict.fromkeys(RANKS, VARIANTS), SEEDS, num_steps, tell)
+    return measure_runs(out / _RESULTS, resumes, dict.fromkeys(RANKS, VARIANTS), SEEDS, modules(num_steps), tell)
 
 
 def measure_runs(
@@ -78,7 +123,7 @@ def measure_runs(
     resumes: bool,
     variants: Mapping[int, Mapping[str, Variant]],
     seeds: Sequence[int],
-    num_steps: int,
+    task: Task,
     tell: Tell,
 ) -> list[Row]:
     """A row for each seed, number of ranks and variant; finished runs are kept in a file."""
@@ -86,13 +131,13 @@ def measure_runs(
         kept.replace(kept.with_stem(f"{kept.stem}.previous"))
     lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
     done = {tuple(row[key] for key in _RUN): row for row in map(json.loads, lines)}
-    wanted = [(name, ranks, seed, num_steps) for seed in seeds for ranks in variants for name in variants[ranks]]
+    wanted = [(name, ranks, seed, task.num_steps) for seed in seeds for ranks in variants for name in variants[ranks]]
     for number, run in enumerate(wanted, start=1):
         if run in done:
             continue
         name, ranks, seed, _ = run
         tell(f"run {number} of {len(wanted)}: {name}, {ranks} ranks, seed {seed}")
-        losses = run_ranks(measure_rank, ranks, variants[ranks][name], seed, num_steps)
+        losses = run_ranks(measure_rank, ranks, variants[ranks][name], seed, task.num_steps, task)
         done[run] = {**dict(zip(_RUN, run, strict=True)), **losses}
         with kept.open("a", encoding="utf-8") as file:
             file.write(json.dumps(done[run]) + "\n")
@@ -124,15 +169,17 @@ def percent_above(rows: Sequence[Row], plain: str) -> dict[tuple[str, int], list
     return above
 
 
-def measure_rank(rank: int, variant: Variant, seed: int, num_steps: int) -> Row:
-    """Losses: the mean over ranks of the last training steps, and the one on held-out text."""
+def measure_rank(rank: int, variant: Variant, seed: int, num_steps: int, task: Task | None = None) -> Row:
+    """Losses: the mean over ranks of the last training steps, and the one on held-out text. The task is `modules` by default."""
+    task = task or modules(num_steps)
     torch.manual_seed(seed)
-    model = Gpt(**SIZE)
+    model = Gpt(num_layers=task.num_layers, width=task.width, context=task.context)
     with torch.no_grad():
         next(model.parameters()).view(-1)[0] *= 1 + variant.nudge
-    wrapped, optimizer = _training(model, variant, num_steps)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=num_steps)
-    next_batch, held_out = _batches(seed, rank)
+    wrapped, optimizer = _training(model, variant, num_steps, lr=task.learning_rate)
+    last = 0.0 if task.decays else 1.0
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=last, total_iters=num_steps)
+    next_batch, held_out = _batches(task, seed, rank)
     losses = torch.zeros(num_steps)
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -153,25 +200,25 @@ def measure_rank(rank: int, variant: Variant, seed: int, num_steps: int) -> Row:
     }
 
 
-def _training(model: nn.Module, variant: Variant, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _training(model: nn.Module, variant: Variant, num_steps: int, *, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     if variant.power_rank is not None:
         # In one bucket: the hook starts collectives from callbacks, which over gloo may pair those of different buckets.
         wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
         # Torch's pages suggest a tenth of all steps in full width, and ranks of 1 to 4.
         with_hook(wrapped, "powersgd", matrix_approximation_rank=variant.power_rank, start_powerSGD_iter=max(2, num_steps // 10))
-        return wrapped, torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+        return wrapped, torch.optim.AdamW(model.parameters(), lr=lr)
     ours = DistributedDataParallel(model, config=SyncConfig(**variant.config))
     if "strategy" in variant.config:
-        return ours, ShardedOptimizer(torch.optim.AdamW, ours, lr=_LEARNING_RATE)
-    return ours, torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+        return ours, ShardedOptimizer(torch.optim.AdamW, ours, lr=lr)
+    return ours, torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-def _batches(seed: int, rank: int) -> tuple[Callable[[], Tensor], Tensor]:
+def _batches(task: Task, seed: int, rank: int) -> tuple[Callable[[], Tensor], Tensor]:
     """A rank's batches from random places of the text, and the sequences that are held out; alike for all variants."""
-    text = torch.frombuffer(bytearray(load_corpus()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(task.text), dtype=torch.uint8)
     num_seen = int(len(text) * (1 - _HELD_OUT))
-    pieces = text[:num_seen].unfold(0, CONTEXT + 1, 1)  # [position, byte], a view
-    held_out = text[num_seen:].unfold(0, CONTEXT + 1, CONTEXT + 1)
+    pieces = text[:num_seen].unfold(0, task.context + 1, 1)  # [position, byte], a view
+    held_out = text[num_seen:].unfold(0, task.context + 1, task.context + 1)
     chosen = torch.linspace(0, len(held_out) - 1, _NUM_VALIDATION).long()
     random = torch.Generator().manual_seed(1000 * seed + rank)
     return lambda: pieces[torch.randint(len(pieces), (_BATCH,), generator=random)].long(), held_out[chosen].long()

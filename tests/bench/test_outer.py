@@ -13,7 +13,7 @@ def test_losses_are_judged_by_the_mean_over_seeds() -> None:
     rows = [
         {"variant": name, "ranks": ranks, "seed": seed, "validation_loss": 2.0 + 0.05 * seed * (name == "every 30")}
         for ranks in quality.RANKS
-        for name in outer.variants(ranks)
+        for name in outer.variants()
         for seed in quality.SEEDS
     ]
     judged = {it.name: (it.measured_text, it.verdict) for it in outer.judge_quality(rows)}
@@ -21,9 +21,20 @@ def test_losses_are_judged_by_the_mean_over_seeds() -> None:
     assert judged["4 replicas, every 100: loss above every step"] == ("0.00 %", "-")
 
 
+def test_the_shorter_task_is_judged_by_its_shorter_interval() -> None:
+    rows = [
+        {"variant": name, "ranks": 2, "seed": seed, "validation_loss": 2.0 + 0.05 * (name == "every 10")}
+        for name in outer.docstring_variants()
+        for seed in quality.SEEDS
+    ]
+    judged = {it.name: (it.measured_text, it.verdict) for it in outer.judge_docstrings(rows)}
+    assert judged["2 replicas, every 10: loss above every step"] == ("2.50 %", "NO")
+    assert judged["2 replicas, every 10, momentum=0.9: loss above every step"] == ("0.00 %", "-")
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_variant_learns_and_is_evaluated_with_the_global_parameters() -> None:
-    losses = run_ranks(quality.measure_rank, 2, outer.variants(2)["every 10"], 0, 30)
+    losses = run_ranks(quality.measure_rank, 2, outer.variants()["every 10"], 0, 30)
     assert 3.0 < losses["validation_loss"] < 4.7  # ln 256, that of a guess, is 5.5
 
 

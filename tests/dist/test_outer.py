@@ -189,6 +189,22 @@ def test_a_mean_after_every_step_is_data_parallelism_bit_for_bit_where_nothing_r
         require_equal(ddp.module, plain.module)
 
 
+@in_ranks(2)
+def test_by_default_outer_steps_multiply_the_learning_rate_by_little() -> None:
+    """Otherwise a learning rate that suits plain data parallelism is too high."""
+    line = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(line.weight)
+    with replica(line, Outer(every=2, fragments=1, delay=0)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.25)
+        for _ in range(20):
+            optimizer.zero_grad()
+            ddp(torch.full((1, 4), 1.0 + 2.0 * dist.get_rank())).sum().backward()
+            optimizer.step()
+        # The gradients are 1 and 3 in every step: 20 steps of 0.25 along their mean are 10. Outer steps make it 13.3,
+        # because lr / (1 - momentum) is 1.4; with a momentum of 0.9 it would be 33.
+        assert ((line.weight < -10.0) & (line.weight > -14.0)).all()
+
+
 @in_ranks(4)
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_rows_of_a_mesh_are_replicas(wire: str | None) -> None:

@@ -11,7 +11,8 @@ from undertow.config import Outer
 from undertow.wire import AUTO
 
 MOST_FRAGMENTS = 16
-_MARGIN = 1.5  # of an exchange, because links vary, and a few steps of delay cost no quality
+_MARGIN = 1.5  # of an exchange, because links vary
+_STEPS_FOR_DELAY = 10  # of an interval, for a step of delay: what is trained in it is overwritten
 
 
 def layer_of(name: str) -> str:
@@ -57,11 +58,13 @@ def chosen_turns(
     even if it takes half as long again. Numbers in the settings are kept.
 
     An exchange of a fragment takes `fixed_us` and the time of its layers; exchanges follow each
-    other over one link. If nothing hides them, the delay is as long as possible.
+    other over one link. The delay is a tenth of the interval at most: if that does not hide them,
+    steps wait.
     """
     most = max(1, min(MOST_FRAGMENTS, len(layers_us), outer.every))
     counts = range(1, most + 1) if outer.fragments == AUTO else [int(outer.fragments)]
-    delays = range(outer.every) if outer.delay == AUTO else [int(outer.delay)]
+    longest = outer.every // _STEPS_FOR_DELAY
+    delays = range(longest + 1) if outer.delay == AUTO else [int(outer.delay)]
     times_us = {
         count: [_MARGIN * (fixed_us + sum(layers_us[index::count])) for index in range(count)]
         for count in counts
@@ -70,7 +73,9 @@ def chosen_turns(
         for count in counts:
             if _are_hidden(times_us[count], delay=steps, every=outer.every, step_us=step_us):
                 return Turns(fragments=count, delay=steps)
-    return Turns(fragments=counts[-1], delay=delays[-1])
+    # Without a delay every exchange is waited for, and more of them take longer.
+    count = counts[-1] if delays[-1] else counts[0]
+    return Turns(fragments=count, delay=delays[-1])
 
 
 def _are_hidden(times_us: Sequence[float], *, delay: int, every: int, step_us: float) -> bool:

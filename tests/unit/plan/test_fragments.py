@@ -22,7 +22,7 @@ def test_fragments_take_turns_within_a_period() -> None:
         (10.0, 30.0, Turns(fragments=1, delay=1)),  # all 20 layers travel beneath a step
         (10.0, 90.0, Turns(fragments=3, delay=1)),
         (10.0, 600.0, Turns(fragments=10, delay=2)),  # two layers at most
-        (10.0, 1e6, Turns(fragments=16, delay=29)),  # nothing hides that
+        (10.0, 1e6, Turns(fragments=16, delay=3)),  # nothing hides that
     ],
 )
 def test_the_fewest_steps_of_delay_that_hide_an_exchange_are_chosen(fixed_us: float, layer_us: float, turns: Turns) -> None:
@@ -31,7 +31,24 @@ def test_the_fewest_steps_of_delay_that_hide_an_exchange_are_chosen(fixed_us: fl
 
 def test_a_large_layer_needs_a_longer_delay() -> None:
     layers_us = [4500.0, *[100.0] * 9]
-    assert chosen_turns(Outer(every=30), step_us=1000.0, fixed_us=10.0, layers_us=layers_us).delay == 7
+    assert chosen_turns(Outer(every=100), step_us=1000.0, fixed_us=10.0, layers_us=layers_us).delay == 7
+
+
+@pytest.mark.parametrize(
+    ("every", "turns"),
+    [
+        (1, Turns(fragments=1, delay=0)),
+        (9, Turns(fragments=1, delay=0)),  # a step of delay would lose more than a tenth of the training
+        (10, Turns(fragments=10, delay=1)),
+        (59, Turns(fragments=16, delay=5)),
+        (60, Turns(fragments=16, delay=6)),
+    ],
+)
+def test_a_slow_link_makes_steps_wait_rather_than_a_delay_above_a_tenth_of_the_interval(every: int, turns: Turns) -> None:
+    """The outer step overwrites what was trained in the delay, so a longer one gains nothing."""
+    assert chosen_turns(Outer(every=every), step_us=1000.0, fixed_us=10.0, layers_us=[1e6] * 20) == turns
+    given = chosen_turns(Outer(every=every, delay=every - 1), step_us=1000.0, fixed_us=10.0, layers_us=[1e6] * 20)
+    assert given.delay == every - 1
 
 
 def test_given_fragments_or_delay_are_kept() -> None:
