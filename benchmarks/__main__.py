@@ -4,7 +4,8 @@ python -m benchmarks matrix ...: workloads x ranks x links x systems; --help say
 python -m benchmarks fidelity: the simulator beside what the matrix has measured.
 python -m benchmarks --only shaped: whole steps over links that tc shapes, which the README shows. It takes hours.
 python -m benchmarks.shaped: some of these systems over one of these links, with every step as JSON.
-python -m benchmarks --only quality --only outer-quality --only outer-docstrings: how fewer bytes, or exchanges, change the loss. It takes hours.
+python -m benchmarks --only quality --only outer-quality --only outer-docstrings: how fewer bytes, or exchanges, change the
+loss. It takes hours.
 python -m benchmarks figures: the tables of README.md and docs/benchmarks.md, from recorded results. `make figures` runs it.
 """
 

@@ -98,8 +98,3 @@ def _judged(rows: Sequence[Row], of_ranks: Mapping[int, Mapping[str, Any]], *, b
             title = f"{ranks} replicas, {name}: loss above {PLAIN}"
             figures.append(Figure(name=title, measured=mean(above[name, ranks]), unit="%", target=target))
     return figures
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        _run_rank(*sys.argv[1:])
