@@ -517,6 +517,18 @@ def _dtype_name(value: object) -> object:
     return _SHORT_DTYPES.get(str(name), name)
 
 
+def replaced(config: SyncConfig, settings: Mapping[str, Any]) -> SyncConfig:
+    """Returns the config with other settings. A dict for `outer` replaces only the settings in it.
+
+    Raises ConfigError for settings that cannot work.
+    """
+    settings = dict(settings)
+    outer = settings.get("outer")
+    if isinstance(outer, Mapping) and config.outer is not None:
+        settings["outer"] = {**config.outer.to_dict(), **outer}
+    return dataclasses.replace(config, **settings)
+
+
 def _outer_of(config: "SyncConfig") -> Outer | None:
     """Returns the outer settings, which may be given as a dict."""
     outer = Outer(**config.outer) if isinstance(config.outer, Mapping) else config.outer

@@ -6,7 +6,7 @@
     ├── PlanMismatch                  ranks disagree about parameters, plan or settings
     ├── PhaseError                    a call does not fit the current phase of the step
     ├── ShardedGradientError          a gradient was used, and each rank has only its shard
-    ├── NonFiniteGradient             a gradient, or the norm of all, is not finite (NaN or Inf)
+    ├── NonFiniteGradient             a gradient, the norm of all, or a replica is not finite
     ├── ReplicaMismatch               parameters differ between ranks
     ├── CheckpointError               a checkpoint, or a state, cannot be saved or loaded
     ├── Desync                        ranks are in different steps, plan generations or modes
@@ -86,7 +86,7 @@ class ShardedGradientError(UndertowError):
 
 
 class NonFiniteGradient(UndertowError):
-    """A gradient, or the norm of all gradients, is not finite (NaN or Inf)."""
+    """A gradient, the norm of all gradients, or a replica's value is not finite (NaN or Inf)."""
 
     page = "docs/reliability.md"
 

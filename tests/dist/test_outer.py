@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from support.errors import text_of
 from support.inside import global_values, leave_unread
 from support.models import noise
-from support.outer import NaiveOuter, replica, same_everywhere
+from support.outer import (
+    Net,
+    Reference,
+    loss_of,
+    net,
+    replica,
+    require_equal,
+    same_everywhere,
+    step,
+    train,
+    values_of,
+)
 from support.ranks import in_ranks
 from support.sharded import mesh_of
 from undertow import (
@@ -36,72 +47,6 @@ from undertow import (
 )
 
 OFF = {"momentum": 0.0, "lr": 1.0, "wire": None, "delay": 0, "fragments": 1}  # nothing but the mean
-
-
-class Net(nn.Module):
-    """Three layers of blocks, one with a buffer, and one below a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 80)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(80, 80), nn.BatchNorm1d(80)) for _ in range(2)])
-        self.last = nn.Linear(80, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x).tanh()
-        return self.last(x)
-
-
-LAYERS = ["first", "blocks.0", "blocks.1", "last"]
-
-
-def net() -> Net:
-    torch.manual_seed(3)
-    return Net()
-
-
-def layers_of(model: nn.Module) -> list[list[str]]:
-    names = [name for name, _ in model.named_parameters()]
-    names += [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
-    return [[name for name in names if name.startswith(f"{layer}.")] for layer in LAYERS]
-
-
-def loss_of(model: nn.Module, step: int, rank: int, micro_batch: int = 0) -> Tensor:
-    return model(noise(6, 8, step=step + 100 * micro_batch, rank=rank)).square().mean()
-
-
-def require_equal(model: nn.Module, reference: nn.Module, what: str = "") -> None:
-    for name, value in reference.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), (name, what)
-
-
-class Reference:
-    """As many replicas as there are ranks, with an optimizer each."""
-
-    def __init__(self, outer: Outer, num_replicas: int, make=net, optimizer=torch.optim.AdamW) -> None:
-        self.models = [make() for _ in range(num_replicas)]
-        self.optimizers = [optimizer(model.parameters(), lr=0.01) for model in self.models]
-        self.outer = NaiveOuter(self.models, layers_of(self.models[0]), outer)
-        self.number = 0
-
-    def step(self, num_micro_batches: int = 1) -> None:
-        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            optimizer.zero_grad()
-            for micro_batch in range(num_micro_batches):
-                loss_of(model, self.number, rank, micro_batch).backward()
-            optimizer.step()
-        self.number += 1
-        self.outer.step(self.number)
-
-
-def step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, number: int, num_micro_batches: int = 1) -> None:
-    optimizer.zero_grad()
-    for micro_batch in range(num_micro_batches):
-        with ddp.no_sync() if micro_batch < num_micro_batches - 1 else contextlib.nullcontext():
-            loss_of(ddp, number, dist.get_rank(), micro_batch).backward()
-    optimizer.step()
 
 
 @in_ranks(2, 3)
@@ -371,15 +316,6 @@ def test_a_state_resumes_bit_for_bit_also_with_a_fragment_on_its_way(num_steps: 
         assert all(torch.equal(ddp.module.state_dict()[name], value) for name, value in wanted.items())
 
 
-def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for number in steps:
-        step(ddp, optimizer, number)
-
-
-def values_of(model: nn.Module) -> dict[str, Tensor]:
-    return copy.deepcopy(model.state_dict())
-
-
 @in_ranks(2)
 @pytest.mark.parametrize("num_steps", [3, 5])
 def test_a_checkpoint_resumes_bit_for_bit_and_has_the_global_parameters(num_steps: int, tmp_path: Path) -> None:
@@ -484,7 +420,7 @@ def test_ranks_are_compared_before_anyone_uses_the_global_parameters() -> None:
     with replica(net(), Outer(every=1, fragments=1, delay=0)) as ddp:
         train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(1))
         for use in (ddp.outer.state_dict, lambda: ddp.outer.synchronized().__enter__()):
-            leave_unread(ddp, [[2.0, 2.0, 0.0], [2.0, 1.0, 0.0]])
+            leave_unread(ddp, [[2.0, 2.0, 0.0, 0.0, 0.0], [2.0, 1.0, 0.0, 0.0, 0.0]])
             assert text_of(Desync, use).startswith("rank 1 has stepped a different number of times ")
         train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(1, 2))
 
@@ -613,10 +549,19 @@ def test_a_rank_without_outer_synchronization_is_an_error_on_all() -> None:
     assert "first difference: outer" in text
 
 
+class Repeats(torch.optim.SGD):
+    """Calls its closure once more on the second rank."""
+
+    def step(self, closure) -> None:
+        for _ in range(1 + dist.get_rank()):
+            closure()
+        super().step()
+
+
 @in_ranks(2)
 def test_replicas_may_call_a_closure_a_different_number_of_times() -> None:
     with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
-        optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.01, max_iter=1 + dist.get_rank())
+        optimizer = Repeats(ddp.parameters(), lr=0.01)
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -670,7 +615,8 @@ def test_a_load_on_one_rank_is_an_error_on_all(fragments: int | str) -> None:
         text = text_of(ReplicaMismatch, lambda: train(ddp, optimizer, range(3, 6)))
     assert text == (
         "rank 1 has other global parameters than the other replicas.\n  exchange of fragment 0\n"
-        "  Load the same parameters on every rank, or call broadcast_parameters() after."
+        "  Load the same parameters on every rank, or call broadcast_parameters() after. A run that goes on needs the saved "
+        "state of model.outer on every rank too."
     )
 
 

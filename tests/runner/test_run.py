@@ -107,6 +107,7 @@ def test_replicas_of_a_program_train_alone_and_exchange_fragments(tmp_path: Path
     done = run(*UNDERTOW, "run", *settings, FORKED, *TORCHRUN, SCRIPTS / "plain.py", tmp_path / "ours.pt")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert "Outer synchronization every 4 steps" in done.stderr  # rank 0's report
+    assert done.stderr.count("    with model.outer.synchronized():\n        torch.save(model.state_dict(), path)\n") == 1
     reports = [json.loads((tmp_path / "out" / f"report-rank{rank}.json").read_text())["outer"] for rank in range(2)]
     assert [(each["every"], each["num_exchanges"] >= 2) for each in reports] == [(4, True)] * 2
     ended = reports[0]
@@ -316,10 +317,35 @@ def test_settings_come_from_variables() -> None:
 
 
 def test_settings_of_outer_synchronization_are_one_variable() -> None:
-    variables = variables_of(["outer.every=30", "outer.wire=none", "outer.lr=0.5"])
+    variables = variables_of(["outer.every=30", "outer.wire=none", "outer.lr=0.5"], {})
     assert settings_from(variables) == {"outer": {"every": 30, "wire": None, "lr": 0.5}}
-    assert refusal(lambda: variables_of(["outer.ever=30"])) == (
+    assert refusal(lambda: variables_of(["outer.ever=30"], {})) == (
         "setting 'ever' does not exist.\n  Outer\n  Did you mean 'every'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "assignments", "wanted"),
+    [
+        ('{"every": 30, "lr": 0.6}', ["outer.every=10"], {"every": 10, "lr": 0.6}),
+        ('{"every": 30, "lr": 0.6}', ["outer.wire=none"], {"every": 30, "lr": 0.6, "wire": None}),
+        ('{"every": 30, "lr": 0.6}', ['outer={"every": 20}', "outer.mix=0.5"], {"every": 20, "mix": 0.5}),
+        ("null", ["outer.every=10"], {"every": 10}),
+        ("None", ["outer.every=10"], {"every": 10}),
+    ],
+)
+def test_a_single_setting_of_outer_synchronization_keeps_the_others(
+    given: str, assignments: list[str], wanted: dict[str, object]
+) -> None:
+    environment = {"UNDERTOW_OUTER": given, "UNDERTOW_OVERLAP": "false"}
+    assert settings_from({**environment, **variables_of(assignments, environment)}) == {"overlap": False, "outer": wanted}
+
+
+def test_outer_settings_that_are_no_settings_are_refused() -> None:
+    assert refusal(lambda: variables_of(["outer.every=10"], {"UNDERTOW_OUTER": "30"})) == (
+        "the outer settings are 30, which has no single ones to replace.\n"
+        "  undertow run --set outer.NAME, UNDERTOW_OUTER\n"
+        "  Give them in JSON, as in UNDERTOW_OUTER='{\"every\": 30}', or leave them out."
     )
 
 

@@ -479,4 +479,5 @@ def global_values(model: undertow.DistributedDataParallel, name: str) -> torch.T
 def leave_unread(model: undertow.DistributedDataParallel, facts: list[list[float]]) -> None:
     """Makes these the facts of the last exchange, which nobody has read yet, as on a device."""
     (fragment,) = model.outer._fragments
-    fragment._said = torch.tensor(facts), None
+    finite_mean = torch.zeros(1)
+    fragment._said = torch.cat([torch.tensor(facts).flatten(), finite_mean]), None

@@ -11,7 +11,7 @@ import torch
 
 from support.errors import Call, refusal
 from support.strategies import spec
-from undertow.config import ExpertGroup, Outer, SyncConfig
+from undertow.config import ExpertGroup, Outer, SyncConfig, replaced
 from undertow.plan import Plan, plan_from_groups
 
 DEFAULTS = {
@@ -311,3 +311,10 @@ def test_outer_is_a_value_or_a_dict() -> None:
     assert (
         refusal(lambda: SyncConfig(outer=30)) == "outer must be an Outer, got 30.\n  SyncConfig\n  Write outer=Outer(every=30)."
     )
+
+
+def test_single_outer_settings_replace_those_of_a_config() -> None:
+    config = SyncConfig(outer=Outer(every=30, lr=0.6), overlap=False)
+    assert replaced(config, {"outer": {"every": 10}}) == SyncConfig(outer=Outer(every=10, lr=0.6), overlap=False)
+    assert replaced(config, {"outer": None}) == SyncConfig(overlap=False)
+    assert replaced(SyncConfig(), {"outer": {"every": 10}}) == SyncConfig(outer=Outer(every=10))

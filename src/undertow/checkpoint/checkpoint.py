@@ -182,6 +182,10 @@ def load_checkpoint(
         )
         name, of_outer, replica = files.MODEL, {}, 0
         if outer is not None and "outer" in index:
+            # A checkpoint is whole, or it is refused, also where another file is loaded instead.
+            contents.state_for_model(folder, index, names)
+            for number in range(index["num_replicas"] if ranks.rank == 0 else 0):
+                files.open_tensors(folder / files.replica_file(number))
             replica = outer.replica % index["num_replicas"]
             name, of_outer = files.replica_file(replica), contents.state_for_outer(folder, index)
         of_model = contents.state_for_model(folder, index, names, name=name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from undertow.config import SyncConfig
+from undertow.config import SyncConfig, replaced
 from undertow.ddp import arguments, rpc
 from undertow.ddp.attach import checked, synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
@@ -148,7 +148,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
             bucket_cap_mb_list=bucket_cap_mb_list,
             forward_sync=arguments.forward_sync_of(broadcast_buffers, forward_sync_buffers),
         )
-        chosen = dataclasses.replace(chosen, **self._overrides) if self._overrides else chosen
+        chosen = replaced(chosen, self._overrides) if self._overrides else chosen
 
         nn.Module.__init__(self)  # skips torch's constructor, which would create its reducer
         Joinable.__init__(self)
@@ -438,15 +438,25 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         own = {
             name: value for name, value in self.__dict__.items() if name not in ("sync", "_shadow")
         }
-        return {**own, "sync_config": self.sync.config, "sync_group": self.sync._all_ranks.user}
+        outer = None if self.outer is None else self.outer.copied_state()
+        group = self.sync._all_ranks.user
+        return {
+            **own,
+            "sync_config": self.sync.config,
+            "sync_group": group,
+            "sync_outer": outer,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         config, group = state.pop("sync_config"), state.pop("sync_group")
+        outer = state.pop("sync_outer", None)
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)
         config = dataclasses.replace(config, ignore=still_there(self.module, config.ignore))
         self.sync = synchronized(self.module, process_group=group, config=config)
+        if self.sync.outer is not None:
+            self.sync.outer.begin_with(outer)
 
     def __getattr__(self, name: str) -> Any:
         # Attributes that the wrapper lacks are looked up on the module: ddp.generate(...),

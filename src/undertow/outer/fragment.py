@@ -6,52 +6,38 @@
 
 All of it is in fp32, or in the widest dtype of its tensors. On a mesh each rank of a row exchanges
 an equal share over its column, and the row gathers the means: a link between rows carries each byte
-once. The share of a message is followed by a trailer, three numbers of each replica: its step, the
-forwards that it has run, and in the first exchange a fingerprint of the global parameters.
+once. The share of a message is followed by a trailer, the facts of each replica.
+
+A replica with a value that is not finite sends zeros for its parameters, and NaN, which no mean
+counts, for its buffers. So nothing of it reaches another replica, whatever the format.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from undertow.buckets.fingerprints import fingerprints
-from undertow.config import Outer
 from undertow.device import Accelerator
-from undertow.errors import CheckpointError, Desync, ReplicaMismatch, listed, require
+from undertow.errors import CheckpointError, require
+from undertow.outer.facts import MODULO, ReplicaFacts, not_finite, overflowed, require_alike
+from undertow.outer.parcels import EncodedMean, MeanInFullWidth
+from undertow.outer.replicas import Replicas
 from undertow.plan.layout import ParamSpec, equal_parts, padded_numel, slots_of
-from undertow.ranks.exchanges import Collectives
-from undertow.ranks.parcels import Encoded, FullWidth, Parcel
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.parcels import Encoded, Parcel
+from undertow.ranks.transport import Handle
+from undertow.torch_private import private
 from undertow.wire import wire_for
 
-_FACTS = 3  # numbers of each replica in a trailer
-_MODULO = 1 << 20  # steps that fp32 counts exactly
+_NUM_FACTS = len(ReplicaFacts._fields)
 _CHUNK_NUMEL = 1 << 18
 
 BufferPlace = tuple[MutableMapping[str, Tensor | None], str]  # a module's table, and the name in it
-
-
-class Replicas:
-    """The groups of an outer synchronization: `column` has one rank of each replica, and `row` is
-    this rank's replica if it has several ranks."""
-
-    def __init__(
-        self, all_ranks: OwnGroup, exchanges: Collectives, row: OwnGroup | None, outer: Outer
-    ) -> None:
-        self.all_ranks, self.exchanges, self.row, self.outer = all_ranks, exchanges, row, outer
-        self.column = exchanges.group
-
-    def close(self) -> None:
-        self.exchanges.close()
-        self.column.close()
-        if self.row is not None:
-            self.row.close()
 
 
 @dataclass(slots=True)
@@ -81,9 +67,10 @@ class Fragment:
         self.index = index
         self.flight: Flight | None = None
         self._is_new = True  # it has not been exchanged
-        # Facts of the last exchange that are not read yet, and the end of their copy to the host.
+        # The facts of the last exchange, if nobody has read them, and the end of their copy to
+        # the host.
         self._said: tuple[Tensor, torch.Event | None] | None = None
-        self._tensors, self._replicas = tensors, replicas
+        self._tensors, self._replicas = dict(tensors), replicas
         local = self._local()
         num_params = sum(isinstance(tensor, Tensor) for tensor in tensors.values())
         dtype = torch.float32
@@ -104,6 +91,7 @@ class Fragment:
             places[place] = slice(stop, stop + specs[place].numel)
             stop += specs[place].numel
         self._places = {spec.name: places[place] for place, spec in enumerate(specs)}
+        self._stop = stop
         num_rows = 1 if replicas.row is None else replicas.row.num_ranks
         num_replicas = replicas.column.num_ranks
         padded = padded_numel(
@@ -114,11 +102,21 @@ class Fragment:
         num_own = min(max(stop - start, 0), share)
         parts = equal_parts(num_replicas, share // num_replicas, stop=num_own)
         num_narrow = min(max(narrow_numel - start, 0), num_own)
-        self.parcel: Parcel = FullWidth(parts)
+        first_buffer = max(self._params_numel - start, 0)
+        self.parcel: Parcel = MeanInFullWidth(parts, buffers=first_buffer)
         if wire is not None and num_narrow:
             is_host = replicas.column.hardware.is_host
-            self.parcel = Encoded(wire, dtype, num_narrow, parts, is_host=is_host)
+            self.parcel = EncodedMean(
+                wire, dtype, num_narrow, parts, is_host=is_host, buffers=first_buffer
+            )
         self._share = slice(start, start + share)
+        # The largest absolute value of each parameter that arrives as a finite one.
+        wide, narrow = torch.finfo(dtype).max, math.inf if wire is None else wire.largest
+        self._largest = {
+            name: min(wide, narrow) if place.start < narrow_numel else wide
+            for name, place in self._places.items()
+            if place.stop <= self._params_numel and place.start < place.stop
+        }
         device = next(iter(local.values())).device
         self.values = torch.zeros(padded, dtype=dtype, device=device)  # of all replicas
         self.momentum: Tensor | None = None  # [params_numel]
@@ -138,6 +136,21 @@ class Fragment:
     def mean(self) -> Tensor | None:
         """The mean of the differences that has arrived and is not due yet."""
         return None if self.flight is None else self.flight.mean
+
+    def follow(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Follows parameters that have been put in the place of others of their shape.
+
+        Returns the parameters that they have replaced.
+        """
+        replaced = []
+        for name, before in self._tensors.items():
+            tensor = tensors.get(name)
+            if tensor is None or tensor is before or not isinstance(before, Tensor):
+                continue
+            if tensor.shape == before.shape:
+                self._tensors[name] = tensor
+                replaced.append(before)
+        return replaced
 
     def is_due(self, step: int) -> bool:
         return self.flight is not None and self.flight.due <= step
@@ -190,8 +203,16 @@ class Fragment:
         """Writes `values` into the replica's parameters, which keep a share `mix` of what they had,
         and into its buffers."""
         for name, (tensor, view) in self._views(values).items():
-            if mix and isinstance(self._tensors[name], Tensor):
-                view = view * (1 - mix) + tensor.to(view.dtype) * mix
+            place = self._tensors[name]
+            if mix and isinstance(place, Tensor):
+                own = tensor.to(view.dtype)
+                mixed = view * (1 - mix) + own * mix
+                view = torch.where(own.isfinite(), mixed, view)
+            if tensor.is_inference() and not isinstance(place, Tensor):
+                # A forward under inference_mode has put it there, and nobody else may write to it.
+                table, key = place
+                buffer = torch.empty_like(table[key])  # type: ignore[arg-type]  # it is there
+                table[key], tensor = buffer, _real(buffer)
             tensor.copy_(view)
 
     def start(self, step: int, *, due: int, num_forwards: int) -> None:
@@ -200,20 +221,25 @@ class Fragment:
         replicas, own = self._replicas, self._share
         column = replicas.column
         numel = own.stop - own.start
-        sent = self.values.new_zeros(numel + _FACTS * column.num_ranks)
+        sent = self.values.new_zeros(numel + _NUM_FACTS * column.num_ranks)
         whole = sent[:numel] if replicas.row is None else torch.zeros_like(self.values)
         self.read(whole)
         for name, (tensor, view) in self._views(whole[: self._params_numel]).items():
             # As the replica has got them: what its dtype rounds off has not been trained.
             given = self.values[self._places[name]].view(view.shape).to(tensor.dtype)
             torch.sub(given, view, out=view)
+        bad = self._not_finite(whole)
+        if not column.hardware.is_host or bad:
+            whole[: self._params_numel].masked_fill_(bad > 0, 0.0)
+            whole[self._params_numel : self._stop].masked_fill_(bad > 0, torch.nan)
         if replicas.row is not None:
             sent[:numel].copy_(whole[own])
-        facts = sent[numel:].view(column.num_ranks, _FACTS)[column.rank]
-        facts[0], facts[1] = step % _MODULO, num_forwards % _MODULO
+        facts = sent[numel:].view(column.num_ranks, _NUM_FACTS)[column.rank]
+        for place, fact in enumerate((step, num_forwards, 0, replicas.settings.digest)):
+            facts[place] = fact % MODULO
+        facts[-1].copy_(bad)
         if self._is_new:
-            params = self.values[: self._params_numel]
-            facts[2].copy_(fingerprints([params], device=params.device)[0] % _MODULO)
+            facts[2].copy_(self._fingerprint())
         self._is_new = False
         flight = self.flight = Flight(due, whole, sent)
         flight.started_s = flight.done_s = time.perf_counter()
@@ -224,47 +250,128 @@ class Fragment:
         column.makes_call(f"fragment {self.index}")
         flight.handle.on_done(flight.notes_end)
 
+    def _fingerprint(self) -> Tensor:
+        """Returns a fingerprint of the global parameters and the outer momentum."""
+        params = self.values[: self._params_numel]
+        of_all = [params] if self.momentum is None else [params, self.momentum]
+        return fingerprints(of_all, device=params.device).sum() % MODULO
+
+    def _not_finite(self, whole: Tensor) -> Tensor:
+        """Returns 1 + the place of the first tensor with a value that does not arrive as a finite
+        one, or 0.
+
+        Infinities in a buffer that have been there all along, as in an attention mask, do not
+        count. whole: the differences of parameters, and the buffers.
+        """
+        views = self.named(whole)
+        largest = private.largest_of_each([views[name] for name in self._largest])
+        is_bad = {
+            name: ~(value <= most)
+            for (name, most), value in zip(self._largest.items(), largest, strict=True)
+        }
+        for name, view in views.items():
+            place = self._places[name]
+            if place.start >= self._params_numel and place.start < place.stop:
+                given = self.values[place].view(view.shape)
+                is_other = (view != given) & ~(view.isnan() & given.isnan())
+                is_bad[name] = (~view.isfinite() & is_other).any()
+        zero = torch.zeros((), dtype=torch.bool, device=whole.device)
+        flags = torch.stack([is_bad.get(name, zero) for name in self._places])
+        first = flags.to(torch.uint8).argmax() + 1
+        return torch.where(flags.any(), first, 0)
+
     def arrive(self) -> int | None:
         """Waits for an exchange on its way; returns the step after which its outer step is due.
 
-        Raises Desync on every rank if replicas are in different steps. None: nothing is on its way.
+        Raises the same error on every rank if replicas differ, or if one of them is not finite; the
+        exchange has no effect then. None: nothing is on its way.
         """
-        flight, replicas, own = self.flight, self._replicas, self._share
+        flight = self.flight
         if flight is None:
             return None
         if flight.handle is None or flight.sent is None:
             return flight.due
-        numel = own.stop - own.start
+        replicas = self._replicas
         with replicas.column.waiting(f"fragment {self.index} of the replicas' differences"):
             flight.handle.wait()
-        if replicas.row is not None:
-            work = replicas.row.gather_parts(flight.mean, flight.sent[:numel])
-            with replicas.row.waiting(f"fragment {self.index} of the other ranks of its row"):
-                replicas.row.complete(work)
+        said = self._open(flight, flight.sent)
         if isinstance(self.parcel, Encoded):
             self.parcel.codings.clear()
-        facts = flight.sent[numel:].view(-1, _FACTS)
         flight.handle = flight.sent = None
         hardware = replicas.column.hardware
         if isinstance(hardware, Accelerator):
-            self._said = hardware.to_host(facts), hardware.record()
-        else:
-            self._said = facts, None
+            self._said = hardware.to_host(said), hardware.record()
+            return flight.due
+        self._said = said, None
+        try:
             self.require_same()
+        except BaseException:
+            self.flight = None
+            raise
         return flight.due
 
-    def require_same(self) -> None:
-        """Reads what replicas have said in the last exchange; of a device, when the next starts, or
-        before anyone uses the global parameters.
+    def _open(self, flight: Flight, sent: Tensor) -> Tensor:
+        """Completes the mean of the whole fragment; returns the facts of all ranks, and if the mean
+        is not finite.
 
-        Raises Desync or ReplicaMismatch on every rank.
+        A replica that is not finite has sent zeros: they do not count. A mean that is not finite
+        becomes zero. Buffers that no replica has stay as they are.
+        """
+        replicas, own = self._replicas, self._share
+        numel, num_replicas = own.stop - own.start, replicas.column.num_ranks
+        facts = sent[numel:]
+        num_left = facts.view(num_replicas, _NUM_FACTS)[:, -1].count_nonzero()
+        num_params = min(max(self._params_numel - own.start, 0), numel)
+        if not replicas.column.hardware.is_host or num_left:
+            factor = num_replicas / (num_replicas - num_left).clamp_(min=1).double()
+            sent[:num_params].mul_(factor)
+        if replicas.row is not None:
+            row = replicas.row
+            of_row = facts.new_empty(row.num_ranks * facts.numel())
+            works = [
+                row.gather_parts(flight.mean, sent[:numel]),
+                row.gather_parts(of_row, facts.contiguous()),
+            ]
+            with row.waiting(f"fragment {self.index} of the other ranks of its row"):
+                for work in works:
+                    row.complete(work)
+            facts = of_row
+        params = flight.mean[: self._params_numel]
+        has_overflowed = torch.zeros((), dtype=torch.bool, device=params.device)
+        if params.numel():
+            (largest,) = private.largest_of_each([params])
+            has_overflowed = ~largest.isfinite()
+        if not replicas.column.hardware.is_host or has_overflowed:
+            params.masked_fill_(has_overflowed, 0.0)
+        buffers = slice(self._params_numel, self._stop)
+        of_none = flight.mean[buffers].isnan()
+        flight.mean[buffers].copy_(torch.where(of_none, self.values[buffers], flight.mean[buffers]))
+        return torch.cat([facts, has_overflowed.to(facts.dtype).view(1)])
+
+    def require_same(self) -> None:
+        """Reads the facts of the last exchange; of a device, when the next starts, or before anyone
+        uses the global parameters.
+
+        Raises the same error on every rank: Desync, ReplicaMismatch, PlanMismatch or
+        NonFiniteGradient.
         """
         said, self._said = self._said, None
-        if said is not None:
-            facts, copied = said
-            if copied is not None:
-                copied.synchronize()
-            _require_same(facts.long().tolist(), self._replicas.column, fragment=self.index)
+        if said is None:
+            return
+        values, copied = said
+        if copied is not None:
+            copied.synchronize()
+        replicas = self._replicas
+        facts = values[:-1].view(-1, replicas.column.num_ranks, _NUM_FACTS)
+        of_ranks = replicas.of_ranks(facts)
+        require_alike(of_ranks, replicas.settings, replicas.all_ranks, fragment=self.index)
+        error = not_finite(of_ranks, list(self._places), fragment=self.index)
+        if error is None and values[-1]:
+            error = overflowed(of_ranks, fragment=self.index)
+        if error is not None:
+            replicas.num_left_out += 1
+            if not replicas.leaves_out:
+                raise error
 
     def step(self) -> None:
         """Takes the outer step, and gives the replica its share of the result."""
@@ -299,41 +406,6 @@ class Fragment:
         self.values[numel:].copy_(flight.mean[numel:])
         self.write(self.values, mix=outer.mix)
         self.flight = None
-
-
-def _require_same(facts: Sequence[Sequence[int]], column: OwnGroup, *, fragment: int) -> None:
-    """Raises Desync if replicas are in other steps, or have run other numbers of forwards, and
-    ReplicaMismatch if their global parameters differ."""
-    where = f"exchange of fragment {fragment}"
-    of_ranks = dict(zip(column.user.ranks, (tuple(row[:2]) for row in facts), strict=True))
-    named = _others(of_ranks)
-    if not named:
-        values = dict(zip(column.user.ranks, (row[2] for row in facts), strict=True))
-        differing = _others(values)
-        require(
-            not differing,
-            f"rank {differing} has other global parameters than the other replicas.",
-            where=where,
-            remedy="Load the same parameters on every rank, or call broadcast_parameters() after.",
-            error=ReplicaMismatch,
-        )
-        return
-    texts = [
-        f"rank {rank}: {num_forwards} forwards before step {step}"
-        for rank, (step, num_forwards) in of_ranks.items()
-    ]
-    raise Desync(
-        f"rank {named} has stepped a different number of times than the "
-        "other replicas for the forwards that it ran.",
-        where=f"{where}: {listed(texts, most=8)}",
-        remedy="Look for a step, or a forward outside of accumulate(), that only some ranks run.",
-    )
-
-
-def _others(of_ranks: Mapping[int, object]) -> str:
-    """Returns the ranks that do not have what most ranks have."""
-    (common, _), *_rest = Counter(of_ranks.values()).most_common()
-    return ", ".join(str(rank) for rank, found in of_ranks.items() if found != common)
 
 
 def _fill(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

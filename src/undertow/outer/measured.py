@@ -10,8 +10,9 @@ import torch
 
 from undertow.config import Outer
 from undertow.errors import require
-from undertow.outer.fragment import Fragment, Replicas
-from undertow.plan.fragments import Turns, chosen_turns, layer_of, layers_of
+from undertow.outer.fragment import Fragment
+from undertow.outer.replicas import Replicas
+from undertow.plan.fragments import Turns, chosen_turns, fixed_turns, layer_of, layers_of
 from undertow.ranks.agreement import gather_json
 from undertow.trace import OuterReport
 from undertow.wire import AUTO
@@ -52,7 +53,9 @@ class Timings:
         assert flight is not None  # its outer step follows
         self._exchanges.append((part.num_bytes, flight.done_s - flight.started_s, exposed_s))
 
-    def report(self, turns: Turns | None, *, every: int, num_exchanges: int) -> OuterReport:
+    def report(
+        self, turns: Turns | None, *, every: int, num_exchanges: int, num_left_out: int
+    ) -> OuterReport:
         """Returns the times of the last exchanges."""
         rows = [*self._exchanges] or [(0, 0.0, 0.0)]
         num_bytes, times_s, exposed_s = zip(*rows, strict=True)
@@ -65,6 +68,7 @@ class Timings:
             sent_bytes=max(num_bytes),
             exchange_ms=median(times_s) * 1e3,
             exposed_ms=mean(exposed_s) * 1e3,
+            num_left_out=num_left_out,
         )
 
 
@@ -89,8 +93,16 @@ def given_turns(outer: Outer, names: Iterable[str]) -> Turns | None:
 def measured_turns(replicas: Replicas, whole: Fragment, *, step_us: float) -> tuple[Turns, str]:
     """Returns fragments and delay, the same on all ranks, and the reason; a collective call.
 
-    `whole` is the model as one fragment.
+    `whole` is the model as one fragment. Nothing is measured if torch is to be deterministic.
     """
+    sizes: Counter[str] = Counter()
+    for name, view in whole.named(whole.values).items():
+        sizes[layer_of(name)] += view.numel()
+    # It may have been switched on after the ranks have met, and first on one of them.
+    is_mine = torch.are_deterministic_algorithms_enabled()
+    if any(gather_json(replicas.all_ranks, is_mine, waits_for="the choice of fragments")):
+        reason = "fixed, because torch.use_deterministic_algorithms is on"
+        return fixed_turns(replicas.outer, num_layers=len(sizes)), reason
     small_us, large_us = _exchange_us(replicas, _SMALL), _exchange_us(replicas, _LARGE)
     mine = [step_us, small_us, large_us]
     found = gather_json(replicas.all_ranks, mine, waits_for="the choice of fragments")
@@ -99,9 +111,6 @@ def measured_turns(replicas: Replicas, whole: Fragment, *, step_us: float) -> tu
     small_us = max(of_rank[1] for of_rank in found)
     per_byte_us = max(0.0, max(of_rank[2] for of_rank in found) - small_us) / (_LARGE - _SMALL)
     all_us = whole.num_bytes * per_byte_us
-    sizes: Counter[str] = Counter()
-    for name, view in whole.named(whole.values).items():
-        sizes[layer_of(name)] += view.numel()
     share_us = all_us / max(1, sizes.total())
     turns = chosen_turns(
         replicas.outer,

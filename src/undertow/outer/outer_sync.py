@@ -12,7 +12,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ from undertow.buckets.fingerprints import fingerprints
 from undertow.config import Outer, SyncConfig
 from undertow.engine.checks import mismatch
 from undertow.engine.engine import Engine
-from undertow.errors import CheckpointError, PhaseError, require
-from undertow.outer.fragment import BufferPlace, Fragment, Replicas
+from undertow.errors import PhaseError, require
+from undertow.outer.fragment import BufferPlace, Fragment
+from undertow.outer.fragments import Fragments, turns_of
+from undertow.outer.loads import OuterLoads, Values
 from undertow.outer.measured import Timings, given_turns, measured_turns
+from undertow.outer.replicas import Replicas
 from undertow.outer.steps import StepCounter
-from undertow.plan.fragments import Turns, layer_of, layers_of, starts_after
+from undertow.plan.fragments import Turns, layers_of
 from undertow.ranks.agreement import surroundings
 from undertow.ranks.exchanges import exchanges_over
 from undertow.ranks.transport import Handle, OwnGroup
@@ -41,6 +45,14 @@ _WRITES = (
 _of_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OuterSync]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    """The state from before a load, until a step shows that training goes on from that load."""
+
+    values: Values | None  # of the replica's own parameters
+    fragments: Fragments
 
 
 def outer_of(model: nn.Module) -> OuterSync | None:
@@ -63,11 +75,17 @@ class OuterSync:
         self.num_synchronizations = 0  # outer steps of fragments
         self.all_ranks = all_ranks
         self._engine, self._config = engine, config
-        self._fragments: list[Fragment] = []  # none before the ranks have met
+        # None before the ranks have met.
         self._replicas: Replicas | None = None
+        self._fragments: Fragments = None  # type: ignore[assignment]
         self._turns: Turns | None = None  # None until they are chosen
         self._timings = Timings(config.outer)
         self._is_shown = False  # the model has the global parameters
+        # The replica's own tensors, while the model has others in their places.
+        self._own: list[Tensor] | None = None
+        self._copied: Mapping[str, Any] | None = None  # a state to begin with
+        self._has_state = False  # was loaded, and no step has followed
+        self._aside: _Aside | None = None
         self._compared: deque[tuple[list[str], Handle]] = deque()
         self._steps = steps = StepCounter(
             module,
@@ -75,6 +93,7 @@ class OuterSync:
             begins=self._begins,
             ends=self._step_ends,
         )
+        self._loads = OuterLoads(module, self._present)
         _of_modules[private.unwrapped(module)] = weakref.ref(self)
         all_ranks.here.steps = lambda: (steps.num_steps, True)
 
@@ -89,6 +108,7 @@ class OuterSync:
         self._steps.count()
 
     @contextlib.contextmanager
+    @torch.inference_mode(False)  # else fragments that are made here could not be trained
     @torch.no_grad()
     def synchronized(self) -> Iterator[None]:
         """Context that gives the model the global parameters and buffers, for evaluation and
@@ -99,19 +119,21 @@ class OuterSync:
         differences in the last exchange are errors here: Desync and ReplicaMismatch.
         """
         self._settle()
-        self._require_same()
-        own = [torch.zeros_like(fragment.values) for fragment in self._fragments]
-        for fragment, values in zip(self._fragments, own, strict=True):
-            fragment.read(values)
-            fragment.write(fragment.values)
-        self._is_shown = True
+        self._fragments.require_same()
+        own = self._fragments.own()
         try:
+            self._is_shown, self._own = True, own
+            self._fragments.write([fragment.values for fragment in self._fragments])
             yield
         finally:
             self._is_shown = False
-            for fragment, values in zip(self._fragments, own, strict=True):
-                fragment.write(values)
-            was_loaded, self._steps.is_loaded = self._steps.is_loaded, False
+            was_loaded = self._loads.are_new
+            self._loads.follow()
+            try:
+                self._bring_back()
+            except BaseException:  # such as Ctrl-C: the model must not stay as it is
+                self._bring_back()
+                raise
         require(
             not was_loaded,
             "parameters were loaded inside synchronized(): they are lost, because the replica's "
@@ -121,6 +143,7 @@ class OuterSync:
             error=PhaseError,
         )
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of the global parameters and buffers, the outer momentum, exchanges that
@@ -132,25 +155,17 @@ class OuterSync:
         Raises Desync or ReplicaMismatch on every rank, if ranks differ in an exchange.
         """
         self._settle()
-        turns = self._turns
-        due = [fragment.arrive() for fragment in self._fragments]
-        self._require_same()
-        return {
-            "step": self._steps.num_steps,
-            "num_forwards": self._steps.num_forwards,
-            "num_synchronizations": self.num_synchronizations,
-            "turns": None if turns is None else [turns.fragments, turns.delay],
-            "due": due,
-            "global": self._named(lambda fragment: fragment.values),
-            "momentum": self._named(lambda fragment: fragment.momentum),
-            "mean": self._named(lambda fragment: fragment.mean),
-        }
+        self._fragments.arrive()
+        self._fragments.require_same()
+        return self._state()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a state of `state_dict`, the same on every rank.
 
-        The replica's own parameters, and the state of its optimizer, are loaded elsewhere.
+        The replica's own parameters, and the state of its optimizer, are loaded elsewhere, before
+        or after: a load into the module belongs to this state until a step follows.
 
         Raises:
             CheckpointError: If the state is of another model, or of other fragments with an
@@ -159,24 +174,7 @@ class OuterSync:
         self._settle()
         self._turns = None
         self.reset()
-        saved = state["turns"]
-        turns = None if saved is None else Turns(fragments=saved[0], delay=saved[1])
-        if turns is not None and self._turns is None:
-            self._lay_out(turns)
-        has_same = turns == self._turns
-        require(
-            has_same or not any(due is not None for due in state["due"]),
-            f"the state has an exchange on its way of {turns}, and this model has {self._turns}.",
-            where="model.outer.load_state_dict(state)",
-            remedy="Give the fragments and the delay of the run that has saved it.",
-            error=CheckpointError,
-        )
-        for place, fragment in enumerate(self._fragments):
-            due = state["due"][place] if has_same else None
-            fragment.take(state["global"], state["momentum"], state["mean"], due)
-        self._steps.num_steps = state["step"]
-        self._steps.num_forwards = state["num_forwards"]
-        self.num_synchronizations = state["num_synchronizations"]
+        self._take(state)
 
     def __repr__(self) -> str:
         turns = self._turns
@@ -233,44 +231,95 @@ class OuterSync:
         for axis in own:
             axis.open()
         ordered = dataclasses.replace(self._config, reduction="ordered")
-        exchanges = exchanges_over(own[0], ordered, divisor=own[0].num_ranks)
-        row = own[1] if len(own) > 1 else None
-        self._replicas = Replicas(group, exchanges, row, self._outer)
+        exchanges = exchanges_over(own[0], ordered, divisor=1)  # parcels divide
+        self._replicas = Replicas(
+            group,
+            exchanges,
+            own[1] if len(own) > 1 else None,
+            self._outer,
+            places=self.places,
+            settings=self._steps.settings,
+            leaves_out=self._config.nonfinite == "skip",
+        )
+        is_of_copy = self._copied is not None and self._loads.follow() in (
+            None,
+            self._loads.values(),
+        )
         self.reset()
+        if self._copied is not None and is_of_copy:
+            self._take(self._copied)
+        self._copied, self._has_state = None, False
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def reset(self) -> None:
         """Makes the replica's own parameters the global ones, and forgets the outer momentum."""
         self._require_own()
         self._engine.current_plan.wait_for_parameters()
-        for fragment in self._fragments:
-            fragment.arrive()
-        self._fragments = []
-        given = given_turns(self._outer, self._tensors())
-        self._lay_out(given or self._turns)  # a choice holds: ranks would measure again together
-        self._steps.is_loaded = False
+        self._loads.follow()
+        self._drop_aside()
+        self._has_state = False
+        if self._fragments is not None:
+            self._fragments.arrive()
+        self._begin_anew()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def copied_state(self) -> Mapping[str, Any] | None:
+        """Returns the state for a copy of the model, or None before the ranks have met.
+
+        No collective call. On a mesh, an exchange that is on its way is left out: the row would
+        have to gather it.
+        """
+        if self._replicas is None:
+            return self._copied
+        if self._loads.are_new and not self._is_shown:
+            self._follow_loads()
+        if self._replicas.row is None and not self.is_closed:
+            self._fragments.arrive()
+        return self._state()
+
+    def begin_with(self, state: Mapping[str, Any] | None) -> None:
+        """Begins with the state of the model of which this one's is a copy."""
+        self._copied = state
+
+    def _begin_anew(self) -> None:
+        assert self._replicas is not None  # the ranks have met
+        tensors = self._tensors()
+        # A choice holds: ranks would measure again together.
+        self._turns = given_turns(self._outer, tensors) or self._turns
+        self._fragments = Fragments(self._replicas, tensors, self._turns)
 
     def report(self) -> OuterReport:
         """Returns the times of the last exchanges on this rank."""
-        every, number = self._outer.every, self.num_synchronizations
-        return self._timings.report(self._turns, every=every, num_exchanges=number)
+        return self._timings.report(
+            self._turns,
+            every=self._outer.every,
+            num_exchanges=self.num_synchronizations,
+            num_left_out=0 if self._replicas is None else self._replicas.num_left_out,
+        )
 
     def close(self) -> None:
         """Waits for exchanges on their way, which other ranks need, and ends the threads."""
         self._steps.close()
+        self._loads.close()
+        self._aside = None
         if self._replicas is None:
             return
         with contextlib.suppress(RuntimeError):
-            for fragment in self._fragments if self.all_ranks.is_alive else ():
-                fragment.arrive()
+            if self.all_ranks.is_alive:
+                self._fragments.arrive()
         self._replicas.close()
 
     # A step.
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _step_ends(self) -> None:
         """Called after each step of the optimizers."""
         step, group = self._steps.num_steps, self.all_ranks
+        self._drop_aside()
+        self._has_state = False
         require(
             not self._is_shown,
             "an optimizer has stepped inside synchronized(): the step is lost, because the "
@@ -290,12 +339,7 @@ class OuterSync:
         turns = self._turns
         if turns is None:
             return
-        every = self._outer.every
-        starting = [
-            part
-            for part in self._fragments
-            if starts_after(step, part.index, num_fragments=turns.fragments, every=every)
-        ]
+        starting = self._fragments.starting(step)
         # After a resume with another `every`, a fragment may start before it is due.
         due = [
             part
@@ -324,10 +368,6 @@ class OuterSync:
             mine = fingerprints(list(values.values()), device=self.all_ranks.device)
             what = "the comparison of all ranks' global parameters"
             self._compared.append((list(values), self.all_ranks.all_gather(mine, what)))
-
-    def _require_same(self) -> None:
-        for fragment in self._fragments:
-            fragment.require_same()
 
     def _require_alike(self) -> None:
         """Raises ReplicaMismatch on every rank if global parameters differ."""
@@ -378,50 +418,95 @@ class OuterSync:
                 found[name] = table, key
         return found
 
-    def _lay_out(self, turns: Turns | None) -> None:
-        """Makes the fragments; all of the model is one until their number is chosen."""
-        assert self._replicas is not None  # the ranks have met
-        before = self._named(lambda fragment: fragment.values)
-        tensors = self._tensors()
-        layers = layers_of(list(tensors))
-        count = 1 if turns is None else turns.fragments
-        turn_of = {layer: place % count for place, layer in enumerate(layers)}
-        self._turns = turns
-        self._fragments = []
-        for index in range(min(count, len(layers))):
-            own = {
-                name: tensor for name, tensor in tensors.items() if turn_of[layer_of(name)] == index
-            }
-            self._fragments.append(Fragment(index, own, self._replicas))
-        for fragment in self._fragments if before else ():
-            fragment.take(before, {}, {}, None)
-
     def _choose(self) -> None:
         """Chooses fragments and delay from measurements; a collective call."""
         assert self._replicas is not None  # the ranks have met
-        if not self._fragments:
+        whole = next(iter(self._fragments), None)
+        if whole is None:
             return
-        turns, self._timings.reason = measured_turns(
-            self._replicas,
-            self._fragments[0],
-            step_us=self._timings.step_us,
+        self._turns, self._timings.reason = measured_turns(
+            self._replicas, whole, step_us=self._timings.step_us
         )
-        self._lay_out(turns)
-
-    def _named(self, flat_of: Callable[[Fragment], Tensor | None]) -> dict[str, Tensor]:
-        """Returns copies of the tensors of all fragments, by name."""
-        found: dict[str, Tensor] = {}
-        for fragment in self._fragments:
-            flat = flat_of(fragment)
-            if flat is not None:
-                found |= {name: view.clone() for name, view in fragment.named(flat).items()}
-        return found
+        self._fragments = self._fragments.in_turns(self._turns)
 
     def _begins(self) -> None:
         """Called before a forward or a step: follows parameters that were loaded."""
         self.open_group()
-        if self._steps.is_loaded:
-            self.reset()
+        if self._own is not None and not self._is_shown:
+            self._bring_back()  # synchronized() was interrupted twice
+        if self._loads.are_new:
+            self._follow_loads()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _follow_loads(self) -> None:
+        """Makes loaded parameters the global ones, unless they belong to a state that was loaded,
+        or are the same as before the load."""
+        self._require_own()
+        before = self._loads.follow()
+        self._follow_tensors(self._fragments)
+        if self._has_state:
+            return
+        now = self._loads.values()
+        if now == before:
+            return
+        aside, self._aside = self._aside, None
+        if aside is not None and aside.values == now:
+            self._fragments = aside.fragments
+            self._follow_tensors(self._fragments)
+            return
+        # The first of several loads between two steps: others may bring its values back.
+        self._aside = _Aside(before, self._fragments) if aside is None else aside
+        self._begin_anew()
+
+    def _follow_tensors(self, fragments: Fragments) -> None:
+        """Follows a load that has put other tensors in the place of parameters."""
+        plan = self._engine.current_plan
+        plan.is_stale = True
+        plan.find_change()
+        for param in fragments.follow(self._present()):
+            self._steps.replaced[id(param)] = weakref.ref(param)
+
+    def _present(self) -> dict[str, Tensor]:
+        """Returns the parameters of this synchronization that the module has now, by name."""
+        plan = self._engine.current_plan
+        plan.wait_for_parameters()
+        names = {name for name, _ in plan.hooks.named_params}
+        return {name: param for name, param in plan.members.named_params() if name in names}
+
+    def _drop_aside(self) -> None:
+        """Forgets a state from before a load."""
+        aside, self._aside = self._aside, None
+        if aside is not None:
+            aside.fragments.arrive()  # other ranks may need what this one sends
+
+    @torch.no_grad()
+    def _bring_back(self) -> None:
+        """Gives the model the replica's own tensors again."""
+        if self._own is not None:
+            self._fragments.write(self._own)
+        self._own = None
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self._steps.num_steps,
+            "num_forwards": self._steps.num_forwards,
+            "num_synchronizations": self.num_synchronizations,
+            **self._fragments.state(),
+        }
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        """Takes over a state; the fragments are new."""
+        turns = turns_of(state)
+        if turns is not None and self._turns is None:
+            self._turns = turns
+            self._fragments = self._fragments.in_turns(turns)
+        self._fragments.take(state)
+        self._steps.num_steps = state["step"]
+        self._steps.num_forwards = state["num_forwards"]
+        self._steps.settings.restart()
+        self.num_synchronizations = state["num_synchronizations"]
+        self._has_state = True
 
     def _require_own(self) -> None:
         """Raises PhaseError while the model has the global parameters."""

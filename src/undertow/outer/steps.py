@@ -19,9 +19,11 @@ from torch.optim.optimizer import (
 )
 
 from undertow.engine.engine import Engine
-from undertow.engine.progress import params_of
+from undertow.engine.progress import params_of, settings_of
+from undertow.errors import PhaseError
+from undertow.outer.step_settings import StepSettings
 from undertow.torch_private import private
-from undertow.torch_private.module_hook import ModuleHook, before_loads
+from undertow.torch_private.module_hook import ModuleHook
 
 _NUM_FORWARDS = 100  # without a step, after which a warning follows
 
@@ -39,10 +41,14 @@ class StepCounter:
     """Counts a step when every trained parameter has been stepped: with several optimizers, after
     the last one.
 
-    A step that a gradient scaler skips counts too: when the scaler finds infinite gradients.
-    `engine` knows the trained parameters, and whether a forward only accumulates. `begins` is
-    called before each forward and each step of an optimizer, and `ends` after each step that
-    counts.
+    A step that a gradient scaler skips counts too: when the scaler finds infinite gradients. A step
+    that trains nothing does not: torch.distributed.checkpoint makes an optimizer's state by one
+    with lr=0, and with zeros for gradients, before training or between two steps.
+
+    `settings` are those of the steps. `replaced` are parameters, by id, in whose place a load has
+    put others. `engine` knows the trained parameters, and whether a forward only accumulates.
+    `begins` is called before each forward and each step of an optimizer, and `ends` after each step
+    that counts.
     """
 
     def __init__(
@@ -55,12 +61,14 @@ class StepCounter:
     ) -> None:
         self.num_steps = 0
         self.num_forwards = 0  # that do not only accumulate
-        self.is_loaded = False  # parameters were loaded, and nobody has followed
         self.is_closed = False
+        self.settings = StepSettings()
+        self.replaced: dict[int, weakref.ref[torch.Tensor]] = {}
         self._engine, self._begins, self._ends = engine, begins, ends
         self._stepped: set[int] = set()  # parameters, by id, since the last step
         self._without: set[int] = set()  # parameters that no optimizer steps
         self._stepping: _Stepping | None = None
+        self._has_forward = False  # since the last step
         hooks = self._hooks = contextlib.ExitStack()
         # Weak, because torch keeps such hooks for the life of the process.
         weak = weakref.ref(self)
@@ -69,7 +77,6 @@ class StepCounter:
         hooks.callback(private.around_unscaling(partial(_around_unscaling, weak)))
         hook = ModuleHook(module, partial(_forward_begins, weak, weakref.ref(module)))
         hooks.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
-        hooks.callback(before_loads(module, partial(_is_about_to_load, weak)))
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -79,13 +86,16 @@ class StepCounter:
     def count(self) -> None:
         """Counts a step, of optimizers that are not torch's."""
         self._stepped.clear()
+        self._has_forward = False
         self.num_steps += 1
+        self.settings.step_ends(self.num_steps)
         self._ends()
 
     def forward_begins(self) -> None:
         if self._stepping is not None and not self._stepping.has_closure:
             self._stepping.is_stale = True
         self._begins()
+        self._has_forward = True
         # Replicas may call a closure a different number of times.
         if self._engine.is_accumulating or self._is_stepping:
             return
@@ -101,14 +111,20 @@ class StepCounter:
 
     def begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """Called before any optimizer steps, maybe inside of another one."""
-        if not self._is_stepping and self._own(optimizer):
+        if self._is_stepping:
+            return
+        if self._own(optimizer):
             self._stepping = _Stepping(id(optimizer), has_closure)
             self._begins()
+        elif self.replaced:
+            self._require_current(optimizer)
 
     def ends(self, optimizer: Optimizer) -> None:
         if self._stepping is not None and self._stepping.optimizer == id(optimizer):
             self._stepping = None
-            self._add(self._own(optimizer))
+            if self._trains(optimizer):
+                self._note_settings(optimizer)
+                self._add(self._own(optimizer))
 
     def after_unscaling(self, optimizer: Optimizer, found: private.Found) -> None:
         """Counts the step of an optimizer that a scaler is going to skip, at once: replicas that
@@ -119,7 +135,33 @@ class StepCounter:
         params = self._own(optimizer)
         if params and not is_fused and any(value.item() for value in found.values()):
             self._begins()
+            self._note_settings(optimizer)
             self._add(params)
+
+    def _note_settings(self, optimizer: Optimizer) -> None:
+        names = self._engine.current_plan.members.names
+        self.settings.add(settings_of(optimizer, names, self._trained))
+
+    def _trains(self, optimizer: Optimizer) -> bool:
+        """Returns False for a step without a forward, a learning rate and gradients."""
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        if self._has_forward or any(rate is None or float(rate) != 0 for rate in rates):
+            return True
+        if hasattr(optimizer, "optimizer_class"):  # shards: no rank has whole gradients
+            return False
+        return any(param.grad is not None and param.grad.any() for param in params_of(optimizer))
+
+    def _require_current(self, optimizer: Optimizer) -> None:
+        """Raises PhaseError if a load has put others in the place of the optimizer's parameters."""
+        for param in params_of(optimizer):
+            replaced = self.replaced.get(id(param))
+            if replaced is not None and replaced() is param:
+                raise PhaseError(
+                    "load_state_dict(assign=True) has put other parameters into the model: "
+                    f"{type(optimizer).__name__} steps those from before.",
+                    where="outer synchronization",
+                    remedy="Make the optimizer after the load, or load with assign=False.",
+                )
 
     @property
     def _is_stepping(self) -> bool:
@@ -187,9 +229,3 @@ def _forward_begins(weak: _Weak, weak_module: Callable[[], nn.Module | None]) ->
     module = weak_module()
     if counter is not None and module is not None and module.training and torch.is_grad_enabled():
         counter.forward_begins()
-
-
-def _is_about_to_load(weak: _Weak, _module: nn.Module) -> None:
-    counter = weak()
-    if counter is not None:
-        counter.is_loaded = True

@@ -51,6 +51,16 @@ class Turns:
     delay: int
 
 
+def fixed_turns(outer: Outer, *, num_layers: int) -> Turns:
+    """Returns fragments and a delay that follow no measurement. Numbers in the settings are kept.
+
+    Two fragments, and one step of delay, as in the published comparison of losses.
+    """
+    fragments = min(2, num_layers, outer.every) if outer.fragments == AUTO else outer.fragments
+    delay = min(1, outer.every - 1) if outer.delay == AUTO else outer.delay
+    return Turns(fragments=int(fragments), delay=int(delay))
+
+
 def chosen_turns(
     outer: Outer, *, step_us: float, fixed_us: float, layers_us: Sequence[float]
 ) -> Turns:

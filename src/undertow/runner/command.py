@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _environment(out: Path | None, assignments: Sequence[str]) -> dict[str, str]:
-    environment = {**os.environ, **variables_of(assignments)}
+    environment = {**os.environ, **variables_of(assignments, os.environ)}
     settings_from(environment)
     if out is not None:
         make_directory(out, where="undertow run")

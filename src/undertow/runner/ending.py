@@ -13,13 +13,20 @@ from undertow.sync.gradient_sync import GradientSync
 from undertow.trace.files import write_whole
 from undertow.trace.step_report import StepReport
 
+_REPLICAS = """Each rank has trained a replica, and model.state_dict() has only its own parameters:
+a file that rank 0 has written holds one replica. To save the global parameters, write
+
+    with model.outer.synchronized():
+        torch.save(model.state_dict(), path)
+"""
+
 
 def end(sync: GradientSync, out: str | None, number: int) -> None:
     """Writes this rank's files into `out`; `number` counts the models of this process from 0.
 
-    Rank 0 prints to standard error: where the time went, the plan with its reason, and the place
-    of the files. After an error that ended the program it prints
-    only the place, so that the error stays in sight.
+    Rank 0 prints to standard error: where the time went, the plan with its reason, how to save if
+    replicas have trained alone, and the place of the files. After an error that ended the program
+    it prints only the place, so that the error stays in sight.
     """
     if out is None and sync.rank != 0:
         return
@@ -31,6 +38,8 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
         from rich.console import Console
 
         Console(stderr=True).print(report, sync.explain().in_brief, soft_wrap=True)
+        if sync.outer is not None:
+            print(_REPLICAS, file=sys.stderr)
     if out is not None:
         _write(sync, report, profile, Path(out), number)
 

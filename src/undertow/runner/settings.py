@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from reprlib import repr as brief
 from typing import Any
 
 from undertow.config import Outer, SyncConfig
@@ -12,14 +13,14 @@ RUN = "UNDERTOW_RUN"  # the folder for files, or empty
 MARK = "UNDERTOW_RUN_MARK"
 TRACE = "UNDERTOW_TRACE"
 _PREFIX = "UNDERTOW_"
-_OUTER = "outer."  # of names of settings
+_OUTER, _VARIABLE = "outer.", "UNDERTOW_OUTER"  # of names of single settings, and for all of them
 
 
-def variables_of(assignments: Iterable[str]) -> dict[str, str]:
+def variables_of(assignments: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables of settings given as "name=value".
 
-    A setting of outer synchronization is given as "outer.every=30". Raises ConfigError for other
-    texts.
+    A setting of outer synchronization is given as "outer.every=30". Those that are not given keep
+    the values of the variables in `environment`. Raises ConfigError for other texts.
     """
     variables = {}
     outer = {}
@@ -39,8 +40,17 @@ def variables_of(assignments: Iterable[str]) -> dict[str, str]:
         )
         variables[_PREFIX + name.upper()] = value
     if outer:
-        Outer(**outer)
-        variables[f"{_PREFIX}OUTER"] = json.dumps(outer)
+        text = variables.get(_VARIABLE, environment.get(_VARIABLE, "null"))
+        others = _value(text, may_be_dict=True)
+        require(
+            others is None or isinstance(others, dict),
+            f"the outer settings are {brief(others)}, which has no single ones to replace.",
+            where=f"undertow run --set outer.NAME, {_VARIABLE}",
+            remedy="Give them in JSON, as in UNDERTOW_OUTER='{\"every\": 30}', or leave them out.",
+        )
+        merged = {**(others or {}), **outer}
+        Outer(**merged)
+        variables[_VARIABLE] = json.dumps(merged)
     return variables
 
 

@@ -54,6 +54,7 @@ class OuterReport:
     sent_bytes: int  # of the largest exchange, on this rank
     exchange_ms: float  # median, from its start until the mean was there
     exposed_ms: float  # mean, that the step waited for it
+    num_left_out: int = 0  # exchanges that have left out a replica that was not finite
 
     @property
     def text(self) -> str:
@@ -61,11 +62,14 @@ class OuterReport:
         if self.fragments == 0:
             return "Outer synchronization: fragments are chosen after the first steps."
         hidden_ms = max(0.0, self.exchange_ms - self.exposed_ms)
+        left_out = ""
+        if self.num_left_out:
+            left_out = f" A replica that was not finite was left out: {self.num_left_out}."
         return (
             f"Outer synchronization every {self.every} steps, fragments: {self.fragments}, delay: "
             f"{self.delay} ({self.reason}). Exchanges so far: {self.num_exchanges}. One of at most "
             f"{self.sent_bytes / 1e6:.2f} MB takes {self.exchange_ms:.1f} ms, {hidden_ms:.1f} "
-            f"hidden and {self.exposed_ms:.1f} exposed."
+            f"hidden and {self.exposed_ms:.1f} exposed.{left_out}"
         )
 
 

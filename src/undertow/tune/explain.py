@@ -37,8 +37,8 @@ class Explanation(Shown):
 
     @property
     def in_brief(self) -> str:
-        """The plan and its reason: two lines."""
-        return "\n".join((self._plan_line, f"  {self.why}"))
+        """The plan and its reason, and the fragments of outer synchronization: a line each."""
+        return "\n".join(filter(None, (self._plan_line, f"  {self.why}", self.outer)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the explanation as plain values, ready for JSON."""

@@ -3,7 +3,7 @@
 import pytest
 
 from undertow.config import Outer
-from undertow.plan.fragments import Turns, chosen_turns, layers_of, starts_after
+from undertow.plan.fragments import Turns, chosen_turns, fixed_turns, layers_of, starts_after
 
 
 def test_a_layer_is_the_path_to_the_first_number_or_the_first_child() -> None:
@@ -49,6 +49,21 @@ def test_a_slow_link_makes_steps_wait_rather_than_a_delay_above_a_tenth_of_the_i
     assert chosen_turns(Outer(every=every), step_us=1000.0, fixed_us=10.0, layers_us=[1e6] * 20) == turns
     given = chosen_turns(Outer(every=every, delay=every - 1), step_us=1000.0, fixed_us=10.0, layers_us=[1e6] * 20)
     assert given.delay == every - 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_layers", "wanted"),
+    [
+        ({"every": 30}, 9, (2, 1)),
+        ({"every": 30}, 1, (1, 1)),
+        ({"every": 1}, 9, (1, 0)),
+        ({"every": 30, "fragments": 4}, 9, (4, 1)),
+        ({"every": 30, "delay": 5}, 9, (2, 5)),
+    ],
+)
+def test_fixed_turns_follow_no_measurement(settings: dict[str, int], num_layers: int, wanted: tuple[int, int]) -> None:
+    turns = fixed_turns(Outer(**settings), num_layers=num_layers)
+    assert (turns.fragments, turns.delay) == wanted
 
 
 def test_given_fragments_or_delay_are_kept() -> None:

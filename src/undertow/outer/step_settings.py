@@ -1,0 +1,55 @@
+"""The settings with which optimizers step, which replicas compare with their exchanges."""
+
+from __future__ import annotations
+
+import zlib
+
+from undertow.engine.agreed_errors import digest_of, settings_differ, text_of
+from undertow.engine.round import Settings
+from undertow.errors import PlanMismatch
+from undertow.ranks.watch import NullWatch
+
+
+class StepSettings:
+    """The settings of each step that has counted.
+
+    `digest` is the same on ranks whose steps had the same settings, in whatever order several
+    optimizers have stepped.
+    """
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self._now: Settings = ()  # since the last step that has counted
+        self._of_steps: dict[int, Settings] = {}  # that the ranks have not compared yet
+
+    def add(self, settings: Settings) -> None:
+        """Adds the settings of an optimizer that has stepped."""
+        self._now += settings
+
+    def step_ends(self, number: int) -> None:
+        """Called when a step counts, with its number."""
+        self._of_steps[number] = self._now
+        self.digest = zlib.crc32(digest_of(self._now).to_bytes(4, "little"), self.digest)
+        self._now = ()
+
+    def are_same_until(self, number: int) -> None:
+        """Called when the ranks have compared the steps up to this one."""
+        for step in [step for step in self._of_steps if step <= number]:
+            del self._of_steps[step]
+
+    def restart(self) -> None:
+        """Forgets all steps: every rank goes on from a saved state."""
+        self.digest = 0
+        self._of_steps.clear()
+
+    def difference(self, watch: NullWatch, *, where: str) -> PlanMismatch:
+        """Returns the error of ranks whose digests differ; every rank calls this."""
+        mine = " ".join(f"{step}:{digest_of(found)}" for step, found in self._of_steps.items())
+        of_ranks = [set(text.split()) for text in watch.ask(mine).values()]
+        differing = set().union(*of_ranks).difference(set(mine.split()).intersection(*of_ranks))
+        steps = sorted(int(text.partition(":")[0]) for text in differing)
+        if steps:
+            where = f"{where}, step {steps[0]}"
+        texts = watch.ask(text_of(self._of_steps.get(steps[0], ()) if steps else ()))
+        self.restart()
+        return settings_differ(texts, where=where)

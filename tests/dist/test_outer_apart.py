@@ -1,0 +1,254 @@
+"""Replicas that differ, and values that are not finite: every rank is told, and no replica spoils another one."""
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from support.errors import text_of
+from support.models import noise
+from support.outer import Reference, loss_of, net, replica, require_equal, same_everywhere, step, train
+from support.ranks import in_ranks
+from support.sharded import mesh_of
+from undertow import NonFiniteGradient, Outer, PlanMismatch
+
+
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("lr", (0.01, 0.02), "0.01 on rank 0, 0.02 on rank 1"),
+        ("betas", ((0.9, 0.999), (0.8, 0.999)), "(0.9, 0.999) on rank 0, (0.8, 0.999) on rank 1"),
+        ("weight_decay", (0.01, 0.0), "0.01 on rank 0, 0 on rank 1"),
+    ],
+)
+def test_other_settings_of_an_optimizer_are_told(delay: int, name: str, values: tuple[Any, Any], shown: str) -> None:
+    """Also if they were other ones in a single step before the exchange."""
+    with replica(net(), Outer(every=4, fragments=1, delay=delay)) as ddp:
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        before = optimizer.param_groups[0][name]
+
+        def run() -> None:
+            for number in range(12):
+                optimizer.param_groups[0][name] = values[dist.get_rank()] if number == 5 else before
+                step(ddp, optimizer, number)
+
+        text = text_of(PlanMismatch, run)
+        assert ddp.outer.num_synchronizations == 1
+    assert text == (
+        "ranks step with different settings of an optimizer.\n  exchange of fragment 0, step 6\n"
+        f"  first difference: {name} of group 0 of AdamW with 'blocks.0.0.bias' is {shown}\n"
+        "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of "
+        "their losses."
+    )
+
+
+@in_ranks(4, is_fresh=True)
+def test_they_are_told_on_every_rank_of_a_mesh() -> None:
+    with mesh_of(2, 2) as mesh, replica(net(), Outer(every=2, fragments=1, delay=1), device_mesh=mesh) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01 if dist.get_rank() < 2 else 0.02)
+        text = text_of(PlanMismatch, lambda: train(ddp, optimizer, range(4)))
+    assert " is 0.01 on rank 0, 0.01 on rank 1, 0.02 on rank 2, 0.02 on rank 3\n" in text
+
+
+@in_ranks(2)
+def test_several_optimizers_may_step_in_another_order_and_follow_schedules() -> None:
+    with replica(net(), Outer(every=3, fragments=2, delay=1)) as ddp:
+        params = list(ddp.parameters())
+        optimizers = [torch.optim.SGD(params[:3], lr=0.1), torch.optim.AdamW(params[3:], lr=0.01)]
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9) for optimizer in optimizers]
+        for number in range(8):
+            ddp.zero_grad()
+            loss_of(ddp, number, dist.get_rank()).backward()
+            for optimizer in optimizers if dist.get_rank() else reversed(optimizers):
+                optimizer.step()
+            for schedule in schedules:
+                schedule.step()
+        assert ddp.outer.num_synchronizations == 4
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_step_by_which_torch_makes_a_state_does_not_count(make: type[torch.optim.Optimizer]) -> None:
+    """SGD without momentum has no state: torch steps each time."""
+    outer = Outer(every=3, fragments=1, delay=0)
+    reference = Reference(outer, 2, optimizer=make)
+    with replica(net(), outer) as ddp:
+        optimizer = make(ddp.parameters(), lr=0.01)
+        for number in range(7):
+            ddp.zero_grad(set_to_none=True)
+            get_optimizer_state_dict(ddp, optimizer)
+            for model, its_own in zip(reference.models, reference.optimizers, strict=True):
+                model.zero_grad(set_to_none=True)
+                get_optimizer_state_dict(model, its_own)  # Adam counts it
+            step(ddp, optimizer, number)
+            reference.step()
+            require_equal(ddp.module, reference.models[dist.get_rank()], f"step {number}")
+        assert ddp.outer.state_dict()["step"] == 7
+
+
+@in_ranks(2)
+def test_a_step_with_gradients_counts_although_its_learning_rate_is_zero() -> None:
+    with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        train(ddp, optimizer, range(3))
+        for param in ddp.parameters():  # of a model that is called otherwise
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert ddp.outer.state_dict()["step"] == 4
+
+
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+@in_ranks(2, 3, is_fresh=True)
+@pytest.mark.parametrize("wire", [None, "int8", "bfloat16", "float16"])
+@pytest.mark.parametrize(("delay", "nonfinite", "bad"), [(0, "raise", BAD[0]), (2, "ignore", BAD[1]), (1, "raise", BAD[2])])
+def test_a_replica_that_is_not_finite_is_named_and_reaches_nobody(
+    wire: str | None, delay: int, nonfinite: str, bad: float
+) -> None:
+    with replica(net(), Outer(every=3, fragments=1, delay=delay, wire=wire), nonfinite=nonfinite) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        train(ddp, optimizer, range(5))
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                ddp.module.blocks[1][0].weight[3, 1] = bad
+        before = ddp.outer.state_dict()["global"]
+        optimizer.zero_grad()
+        for param in ddp.parameters():
+            param.grad = torch.zeros_like(param)
+
+        def run() -> None:
+            for _ in range(1 + delay):  # no forward: the gradient would not be finite either
+                optimizer.step()
+
+        assert text_of(NonFiniteGradient, run) == (
+            "the replica's 'blocks.1.0.weight' is not finite (NaN or Inf) on rank 1.\n"
+            "  exchange of fragment 0, after step 6\n"
+            '  No other replica has taken it over. Look for the overflow on rank 1, or set nonfinite="skip", which leaves such a '
+            "replica out of the mean."
+        )
+        after = ddp.outer.state_dict()["global"]
+        assert all(torch.equal(before[name], value) for name, value in after.items())
+        if dist.get_rank() != 1:
+            assert all(value.isfinite().all() for value in ddp.module.state_dict().values())
+
+
+@in_ranks(2, is_fresh=True)
+def test_a_difference_that_a_format_cannot_hold_is_refused_too() -> None:
+    with replica(nn.Linear(40, 40), Outer(every=1, fragments=1, delay=0, wire="float16")) as ddp:
+        with torch.no_grad():
+            ddp.module.weight[0, 0] = -1e5 if dist.get_rank() == 0 else 0.0
+        text = text_of(NonFiniteGradient, ddp.outer.step)
+    assert text.startswith("the replica's 'weight' is not finite (NaN or Inf) on rank 0.\n")
+
+
+@in_ranks(2, is_fresh=True)
+def test_a_mean_that_overflows_is_refused_too() -> None:
+    with replica(nn.Linear(40, 40), Outer(every=1, fragments=1, delay=0, wire=None)) as ddp:
+        with torch.no_grad():
+            ddp.module.weight[0, 0] = -3e38
+        text = text_of(NonFiniteGradient, ddp.outer.step)
+        assert ddp.module.weight[0, 0] == torch.tensor(-3e38)
+    assert text.startswith(
+        "the mean of the replicas' differences is not finite (NaN or Inf).\n  exchange of fragment 0, after step 1\n"
+    )
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("delay", [0, 2])
+def test_skip_leaves_such_replicas_out_of_the_mean(wire: str | None, delay: int) -> None:
+    """And their buffers; they go on from the global parameters."""
+    outer = Outer(every=3, fragments=2, delay=delay, wire=wire)
+    reference = Reference(outer, dist.get_world_size())
+    with replica(net(), outer, nonfinite="skip") as ddp:
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        for number in range(14):
+            breaks = [1] if number in (4, 5) else [0, 1, 2] if number == 9 else []
+            step(ddp, optimizer, number, breaks=breaks)
+            reference.step(breaks=breaks)
+            require_equal(ddp.module, reference.models[dist.get_rank()], f"step {number}")
+        assert all(value.isfinite().all() for value in ddp.outer.state_dict()["global"].values())
+        assert "left out" in str(ddp.report())
+
+
+@in_ranks(4)
+def test_a_buffer_of_one_rank_of_a_row_is_left_out_on_all() -> None:
+    settings = {"nonfinite": "skip", "buffers": "rank0"}
+    with mesh_of(2, 2) as mesh, replica(net(), Outer(every=2, fragments=1, delay=0), device_mesh=mesh, **settings) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        train(ddp, optimizer, range(1))
+        optimizer.zero_grad()
+        loss_of(ddp, 1, dist.get_rank()).backward()
+        if dist.get_rank() == 2:
+            ddp.module.blocks[0][1].running_mean.fill_(torch.nan)
+        optimizer.step()
+        for value in ddp.outer.state_dict()["global"].values():
+            assert same_everywhere(value)
+            assert value.isfinite().all()
+
+
+class Buffers(nn.Module):
+    """Buffers that are the same on all ranks, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(40, 4)
+        fixed = [0.1, -0.0, torch.finfo(torch.float32).min, -torch.inf, torch.nan, 1e-45]
+        self.register_buffer("fixed", torch.tensor(fixed))
+        self.register_buffer("counts", torch.zeros(7))
+        self.register_buffer("partly", torch.full((5,), 0.1))
+        self.register_buffer("wide", torch.full((2,), 0.1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counts += 0.1
+        self.partly[0] += dist.get_rank()
+        return self.layer(x)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_equal_values_in_buffers_keep_their_bits(wire: str | None) -> None:
+    torch.manual_seed(0)
+    with replica(Buffers(), Outer(every=2, fragments=1, delay=0, wire=wire)) as ddp:
+        wanted = Buffers()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(8):
+            optimizer.zero_grad()
+            ddp(noise(3, 40, step=number, rank=dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            wanted.counts += 0.1
+        found = dict(ddp.module.named_buffers())
+        for name, value in wanted.named_buffers():
+            first = 1 if name == "partly" else 0
+            assert torch.equal(found[name][first:].view(torch.uint8), value[first:].view(torch.uint8)), name
+        assert same_everywhere(ddp.module.partly)
+
+
+@in_ranks(2)
+def test_torch_in_deterministic_mode_takes_fixed_fragments() -> None:
+    torch.use_deterministic_algorithms(True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, False)
+        ddp = stack.enter_context(replica(net(), Outer(every=6)))
+        with warnings.catch_warnings():
+            train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(8))
+        assert ddp.outer.state_dict()["turns"] == [2, 1]
+        assert "fixed, because torch.use_deterministic_algorithms is on" in str(ddp.report())
+
+
+@in_ranks(2)
+def test_one_rank_in_deterministic_mode_is_enough() -> None:
+    with contextlib.ExitStack() as stack:
+        ddp = stack.enter_context(replica(net(), Outer(every=6, delay=3)))
+        torch.use_deterministic_algorithms(dist.get_rank() == 1)
+        stack.callback(torch.use_deterministic_algorithms, False)
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(8))
+        assert ddp.outer.state_dict()["turns"] == [2, 3]

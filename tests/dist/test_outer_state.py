@@ -1,0 +1,316 @@
+"""The state of outer synchronization through loads, copies, evaluations and interruptions, compared with a run without them."""
+
+import contextlib
+import copy
+import random
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.errors import text_of
+from support.outer import Net, Reference, loss_of, net, replica, require_equal, same_everywhere, step, train, values_of
+from support.ranks import in_ranks
+from support.sharded import mesh_of
+from undertow import (
+    CheckpointError,
+    DistributedDataParallel,
+    Outer,
+    PhaseError,
+    ReplicaMismatch,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+OUTER = Outer(every=4, fragments=2, delay=2)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("order", list(permutations(["outer", "module", "optimizer"])))
+@pytest.mark.parametrize("num_steps", [4, 7])
+def test_the_states_of_a_run_may_be_loaded_in_any_order(order: tuple[str, ...], num_steps: int) -> None:
+    with replica(net(), OUTER) as ddp:
+        optimizer = adamw(ddp)
+        train(ddp, optimizer, range(num_steps))
+        states = {"outer": ddp.outer.state_dict(), "module": values_of(ddp), "optimizer": copy.deepcopy(optimizer.state_dict())}
+        train(ddp, optimizer, range(num_steps, 14))
+        wanted = values_of(ddp.module)
+    with replica(Net(), OUTER) as ddp:
+        optimizer = adamw(ddp)
+        for name in order:
+            {"outer": ddp.outer, "module": ddp, "optimizer": optimizer}[name].load_state_dict(states[name])
+        train(ddp, optimizer, range(num_steps, 14))
+        assert all(torch.equal(ddp.module.state_dict()[name], value) for name, value in wanted.items())
+
+
+@in_ranks(2)
+def test_parameters_that_are_loaded_after_a_step_begin_anew_although_a_state_was_loaded_before() -> None:
+    with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:
+        optimizer = adamw(ddp)
+        train(ddp, optimizer, range(5))
+        ddp.outer.load_state_dict(ddp.outer.state_dict())
+        train(ddp, optimizer, range(5, 6))
+        torch.manual_seed(8)
+        loaded = Net().state_dict()
+        ddp.module.load_state_dict(loaded)
+        state = ddp.outer.state_dict()
+        assert not state["momentum"]
+        assert all(torch.equal(state["global"][name], loaded[name]) for name in state["global"])
+
+
+@in_ranks(2)
+def test_own_parameters_without_the_outer_state_are_an_error_that_names_it() -> None:
+    with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:
+        train(ddp, adamw(ddp), range(6))
+        own = values_of(ddp)
+    with replica(Net(), Outer(every=4, fragments=1, delay=0)) as ddp:
+        ddp.load_state_dict(own)
+        text = text_of(ReplicaMismatch, lambda: train(ddp, adamw(ddp), range(6, 12)))
+    assert "A run that goes on needs the saved state of model.outer on every rank too." in text
+
+
+def swap(ddp: DistributedDataParallel, *, trains: bool = False, on: int | None = None) -> None:
+    """Evaluates an average, and brings the parameters back."""
+    if on not in (None, dist.get_rank()):
+        return
+    own = values_of(ddp)
+    ddp.load_state_dict({name: value * 0.9 if value.is_floating_point() else value for name, value in own.items()})
+    with contextlib.nullcontext() if trains else torch.no_grad():
+        loss_of(ddp.train(trains), 50, 0)
+    ddp.train()
+    ddp.load_state_dict(own)
+
+
+def copied(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    """Returns a copy that trains instead of the model."""
+    other = copy.deepcopy(ddp)
+    state = copy.deepcopy(optimizer.state_dict())
+    ddp.close()
+    optimizer = adamw(other)
+    optimizer.load_state_dict(state)
+    return other, optimizer
+
+
+def assigned(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Loads the same values as other tensors; returns an optimizer of these."""
+    ddp.load_state_dict(values_of(ddp), assign=True)
+    made = adamw(ddp)
+    made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return made
+
+
+EVENTS = ["swap", "swap on 1", "copy", "assign", "evaluate", "state", "break 0", "break 1", "-", "-"]
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_drawn_program_with_events_between_steps_is_the_reference(seed: int) -> None:
+    drawn = random.Random(seed)
+    every = drawn.randint(1, 5)
+    outer = Outer(
+        every=every,
+        fragments=drawn.randint(1, 4),
+        delay=drawn.randrange(every),
+        wire=drawn.choice([None, "int8", "bfloat16"]),
+        mix=drawn.choice([0.0, 0.5]),
+    )
+    events = [drawn.choice(EVENTS) for _ in range(14)]
+    what = f"{events} of {outer}"
+    reference = Reference(outer, dist.get_world_size())
+    with contextlib.ExitStack() as stack:
+        ddp: Any = stack.enter_context(replica(net(), outer, nonfinite="skip"))
+        optimizer = adamw(ddp)
+        for number, event in enumerate(events):
+            breaks = [int(event[-1])] if event.startswith("break") else []
+            step(ddp, optimizer, number, breaks=breaks)
+            reference.step(breaks=breaks)
+            match event:
+                case "swap":
+                    swap(ddp)
+                case "swap on 1":
+                    swap(ddp, on=1)
+                case "copy":
+                    ddp, optimizer = copied(ddp, optimizer)
+                    stack.enter_context(contextlib.closing(ddp))
+                case "assign":
+                    optimizer = assigned(ddp, optimizer)
+                case "evaluate":
+                    with torch.inference_mode(), ddp.outer.synchronized():
+                        loss_of(ddp.eval(), 0, 0)
+                    ddp.train()
+                case "state":
+                    get_optimizer_state_dict(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+            require_equal(ddp.module, reference.models[dist.get_rank()], f"step {number} of {what}")
+
+
+@in_ranks(2)
+def test_a_forward_on_other_parameters_does_not_lose_the_state_if_they_are_brought_back_before_a_step() -> None:
+    with replica(net(), OUTER) as ddp:
+        train(ddp, adamw(ddp), range(7))
+        wanted = ddp.outer.state_dict()
+        ddp.eval()  # so that buffers stay as they are
+        own = values_of(ddp)
+        ddp.load_state_dict({name: value * 0.9 if value.is_floating_point() else value for name, value in own.items()})
+        assert not ddp.outer.state_dict()["momentum"]
+        ddp.load_state_dict(own)
+        found = ddp.outer.state_dict()
+    for kind in ("global", "momentum", "mean"):
+        assert all(torch.equal(found[kind][name], value) for name, value in wanted[kind].items())
+        assert found[kind].keys() == wanted[kind].keys()
+    assert (found["due"], found["step"]) == (wanted["due"], wanted["step"])
+
+
+@in_ranks(2)
+def test_an_optimizer_of_parameters_that_a_load_has_replaced_is_told() -> None:
+    with replica(net(), Outer(every=1, fragments=1, delay=0)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        step(ddp, optimizer, 0)
+        ddp.load_state_dict(values_of(ddp), assign=True)
+        assert text_of(PhaseError, lambda: step(ddp, optimizer, 1)) == (
+            "load_state_dict(assign=True) has put other parameters into the model: SGD steps those from before.\n"
+            "  outer synchronization\n  Make the optimizer after the load, or load with assign=False."
+        )
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("within", [False, True])
+def test_a_copy_between_synchronizations_has_the_global_parameters_and_the_momentum(within: bool) -> None:
+    with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:
+        train(ddp, adamw(ddp), range(6))
+        wanted = ddp.outer.state_dict()
+        with ddp.outer.synchronized() if within else contextlib.nullcontext():
+            made = copy.deepcopy(ddp)
+        with contextlib.closing(made):
+            own, found = values_of(made.module), made.outer.state_dict()
+            assert within == all(torch.equal(own[name], value) for name, value in wanted["global"].items())
+    assert all(torch.equal(found[kind][name], it) for kind in ("global", "momentum") for name, it in wanted[kind].items())
+    assert found["step"] == 6
+
+
+@in_ranks(2)
+def test_a_copy_into_which_other_parameters_are_loaded_begins_with_these() -> None:
+    with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:
+        train(ddp, adamw(ddp), range(6))
+        with contextlib.closing(copy.deepcopy(ddp)) as made:
+            torch.manual_seed(8)
+            loaded = Net().state_dict()
+            made.module.load_state_dict(loaded)
+            state = made.outer.state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in state["global"].items())
+    assert not state["momentum"]
+
+
+class Interrupts(TorchDispatchMode):
+    """Raises KeyboardInterrupt once, instead of a copy."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.at -= call is torch.ops.aten.copy_.default
+        if self.at == 0:
+            self.at = -1
+            raise KeyboardInterrupt
+        return call(*args, **kwargs or {})
+
+
+@in_ranks(2)
+def test_an_interruption_while_parameters_are_exchanged_leaves_the_replicas_own() -> None:
+    with replica(net(), Outer(every=2, fragments=2, delay=0)) as ddp:
+        train(ddp, adamw(ddp), range(3))
+        own = values_of(ddp.module)
+        num_interrupted = 0
+        for at in range(1, 200):
+            with contextlib.suppress(KeyboardInterrupt), Interrupts(at) as mode:
+                with ddp.outer.synchronized():
+                    pass
+                break
+            num_interrupted += 1
+            assert all(torch.equal(ddp.module.state_dict()[name], value) for name, value in own.items()), at
+        assert mode.at > 0, "all copies were tried"
+        # A copy out, one in and one back for each of 8 parameters and 4 buffers of floating point at least.
+        assert num_interrupted >= 36
+
+
+class Holds(nn.Module):
+    """Its forward puts another tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.last = y.detach().mean(0)
+        return y
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("copies", [False, True])
+def test_training_goes_on_after_an_evaluation_in_inference_mode(copies: bool) -> None:
+    torch.manual_seed(0)
+    with replica(Holds(), Outer(every=2, fragments=1, delay=1)) as ddp, contextlib.ExitStack() as stack:
+        model = stack.enter_context(contextlib.closing(copy.deepcopy(ddp))) if copies else ddp
+        model.module.load_state_dict(Holds().state_dict())
+        with torch.inference_mode():
+            with model.outer.synchronized():
+                model(torch.ones(2, 4))
+            model.outer.load_state_dict(model.outer.state_dict())
+            model(torch.ones(2, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(6):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), float(dist.get_rank() + number))).square().mean().backward()
+            optimizer.step()
+        assert model.outer.num_synchronizations == 2
+        with model.outer.synchronized():
+            assert same_everywhere(model.module.last)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("name", ["model", "outer", "replica-0", "replica-1"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
+def test_every_file_of_a_checkpoint_must_be_there(name: str, damage: str, tmp_path: Path) -> None:
+    with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        optimizer = adamw(ddp)
+        train(ddp, optimizer, range(3))
+        save_checkpoint(tmp_path / "saved", ddp, optimizer)
+        before = values_of(ddp.module)
+        file = tmp_path / "saved" / f"{name}.safetensors"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            whole = file.read_bytes()
+            file.unlink()
+            if damage != "gone":
+                file.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"")
+        dist.barrier()
+        text = text_of(CheckpointError, lambda: load_checkpoint(tmp_path / "saved", ddp, optimizer))
+        assert text.startswith(f"the checkpoint cannot be loaded: {name}.safetensors ")
+        assert all(torch.equal(ddp.module.state_dict()[key], value) for key, value in before.items())
+
+
+@in_ranks(4)
+def test_a_copy_of_a_mesh_trains_on_without_the_others(tmp_path: Path) -> None:
+    """No rank waits for another one to make a copy."""
+    with mesh_of(2, 2) as mesh, replica(net(), Outer(every=2, fragments=1, delay=1), device_mesh=mesh) as ddp:
+        optimizer = adamw(ddp)
+        train(ddp, optimizer, range(2))  # an exchange is on its way
+        made = copy.deepcopy(ddp) if dist.get_rank() == 1 else None
+        train(ddp, optimizer, range(2, 5))
+        assert ddp.outer.num_synchronizations == 2
+        if made is not None:
+            made.close()
