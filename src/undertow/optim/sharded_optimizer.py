@@ -5,26 +5,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from undertow.buckets.bucket import strides_of_gradient
+from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, listed, require
 from undertow.optim.clipping import clip_members
 from undertow.optim.state import (
     ELEMENTWISE,
     MASTER,
+    MASTER_OF,
     NEED_WHOLE,
+    OF_EXACT,
     ParamState,
     gather_states,
     is_known,
+    is_of_the_whole,
     part_of_state,
     updates_whole_parameters,
 )
+from undertow.ranks.exchanges import accumulation_dtype
 from undertow.sharded.bucket import FlatParams, ShardPart, in_memory_order
 from undertow.sharded.steps import Sharding
 from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading, sync_of
@@ -122,6 +129,9 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._inner: InnerOptimizer | None = None  # over this rank's parts
         # The rank of `consolidate_state_dict`, and the states there, until the next step.
         self._consolidated: tuple[int, dict[Tensor, ParamState]] | None = None
+        # Parameters that have stepped, or whose state was loaded: their exact values are saved even
+        # if the class keeps no other state.
+        self._stepped = WeakIdKeyDictionary()
         super().__init__(whole.param_groups, whole.defaults)
         self._grouped = [list(group["params"]) for group in self.param_groups]  # as they were taken
         # Texts, because a function or NaN does not equal its own copy.
@@ -157,6 +167,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
+            self._sync._average_before_step(self)
         self._consolidated = None
         numbers = self._sync._engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank
@@ -170,6 +181,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                     # On ranks without a part too: torch.distributed.checkpoint steps an optimizer
                     # that has no state.
                     self.state.setdefault(param, {})
+                    self._stepped[param] = None
         return loss
 
     @private.untraced
@@ -230,9 +242,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         other state is whole.
         """
         if self._inner is None:
-            return self._packed(self.state), {}
-        self._inner.follow(self.state)
-        return self._packed({**self.state, **self._inner.states()}), self._inner.parts
+            return self._packed(self._kept(self.state)), {}
+        self._inner.look(self.state)
+        found = self._kept({**self.state, **self._inner.states()})
+        return self._packed(found), self._inner.parts
 
     @private.untraced
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -289,6 +302,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         for number, param in zip(numbers, params_of(self), strict=True):
             if number in states:
                 self.state[param] = dict(states.pop(number))
+                self._stepped[param] = None
         require(
             not states,
             f"the state has an entry for {next(iter(states), None)!r}, which is not a parameter.",
@@ -357,13 +371,14 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             if sharding is inner.sharding and not has_other_params:
                 return inner
             self._require_replacements()
-            inner.follow(self.state)
-            self.state.update(gather_states(inner.sharding, inner.states(is_moved=True)))
+            inner.look(self.state)
+            # Exact values of parameters without any other state move too.
+            self.state.update(gather_states(inner.sharding, inner.states()))
         return self._take_over(sharding)
 
     def _take_over(self, sharding: Sharding) -> "InnerOptimizer":
         """Makes an optimizer over this rank's parts in `sharding`, whose states are whole yet."""
-        self._inner = InnerOptimizer(self._make, self.param_groups, sharding)
+        self._inner = InnerOptimizer(self._make, self.param_groups, sharding, self.optimizer_class)
         self._inner.optimizer.defaults = self.defaults  # follows changes that users make
         self._inner.follow(self.state)
         return self._inner
@@ -433,13 +448,25 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                 self._steps.require_open(
                     "Call state_dict() before close(); save_checkpoint() works afterwards too."
                 )
-            inner.follow(self.state)
-            found = gather_states(inner.sharding, inner.states(), keeps=keeps, device=device)
-        for param, state in self.state.items() if keeps else ():
-            is_whole = inner is None or param not in inner.parts
-            if is_whole and state.keys() - {MASTER}:
+            inner.look(self.state)
+            mine = self._kept(inner.states())
+            found = gather_states(inner.sharding, mine, keeps=keeps, device=device)
+        for param, state in self._kept(self.state).items() if keeps else ():
+            if inner is None or param not in inner.parts:
                 found[param] = state
         return found
+
+    def _kept(self, states: Mapping[Tensor, ParamState]) -> dict[Tensor, ParamState]:
+        """Returns the states to save, the same ones on every rank.
+
+        Not the exact values of a parameter that has never stepped: a plain optimizer would take
+        them for a state.
+        """
+        return {
+            param: state
+            for param, state in states.items()
+            if state.keys() - OF_EXACT or (param in self._stepped and param in self.state)
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -454,12 +481,17 @@ class _Owned:
     # the parameter's shape if this rank owns all of it
     target: Tensor
     state: ParamState | None = None  # at the last look, the dict of both optimizers
+    entries: tuple[Any, ...] = ()  # of that dict, at the last look
+    # Loaded exact values, and the fingerprint of the parameter that they belong to, until it has
+    # these values: the model may be loaded later. None if nobody knows it: they belong to any.
+    waiting: tuple[Tensor, int | None] | None = None
     # Loaded exact values of a parameter that is updated in place from now on, and the values that
     # it had then. They take effect in a step, because ranks gather after it.
     loaded: tuple[Tensor, Tensor] | None = None
 
-    def load(self, exact: Tensor) -> None:
-        """Takes over exact values, after the parameter was loaded."""
+    def accept(self, exact: Tensor) -> None:
+        """Takes over exact values, which belong to the parameter's present values."""
+        self.waiting = None
         if self.flat.exact is None:
             self.loaded = exact, self.target.clone()
         else:
@@ -467,23 +499,31 @@ class _Owned:
                 exact = in_memory_order(exact, self.target.stride())
             self.flat.accept(self.part, exact)
 
-    def use_loaded(self, exact: Tensor, before: Tensor) -> None:
-        """Called in a step: updates in place begin with the loaded `exact` values, except for
-        values that were written since, which differ from those `before`."""
-        self.target.copy_(torch.where(self.target == before, exact, self.target))
-        self.loaded = None
+    def use_loaded(self) -> None:
+        """Called in a step: updates in place begin with the loaded exact values.
+
+        Loaded values that wait for others of the parameter are void: somebody has written it.
+        """
+        self.waiting = None
+        if self.loaded is not None:
+            self.target.copy_(self._exact_in_place(*self.loaded))
+            self.loaded = None
 
     def exact(self) -> Tensor | None:
         """Returns the values that ranks do not hold as they are, if there are any."""
         if self.loaded is not None:
-            return self.loaded[0]
+            return self._exact_in_place(*self.loaded)
         return None if self.flat.exact is None else self.target
+
+    def _exact_in_place(self, exact: Tensor, before: Tensor) -> Tensor:
+        """Returns loaded values, except for elements that were written since."""
+        return torch.where(self.target == before, exact, self.target)
 
 
 class InnerOptimizer:
     """An optimizer of the user's class over this rank's parts of the parameters in `groups`.
 
-    `sharding` lays the parameters out.
+    `sharding` lays the parameters out. `cls` is the class, also on a rank without parts.
     """
 
     def __init__(
@@ -491,8 +531,9 @@ class InnerOptimizer:
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         groups: Sequence[dict[str, Any]],
         sharding: Sharding,
+        cls: type[torch.optim.Optimizer],
     ) -> None:
-        self.sharding = sharding
+        self.sharding, self._cls = sharding, cls
         self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
         self.owned: list[_Owned] = []  # those with elements
         params = chain.from_iterable(group["params"] for group in groups)
@@ -527,6 +568,18 @@ class InnerOptimizer:
         found = list(inner_groups.values())
         self.optimizer = make(found) if found else torch.optim.SGD([{"params": []}])
 
+    def look(self, states: dict[Tensor, ParamState]) -> None:
+        """Called before states are read, outside of a step: follows changes of states and writes
+        into parameters, whose updates have arrived then."""
+        flats = [flat for flat in self._flats if flat.exact is not None]
+        if flats or any(owned.waiting or owned.loaded for owned in self.owned):
+            gathers = self.sharding.gathers
+            gathers.wait(gathers.buckets_of(iter(self.parts)))
+            for flat in flats:
+                flat.read_moved()
+            self._follow_writes()
+        self.follow(states)
+
     def follow(self, states: dict[Tensor, ParamState]) -> None:
         """Takes over the states that were loaded or that users have set or deleted; each becomes
         the dict that the inner optimizer has, and empty without a part."""
@@ -534,21 +587,56 @@ class InnerOptimizer:
         for owned in self.owned:
             state = states.get(owned.param)
             if state is owned.state:
+                if state is not None:
+                    self._follow_entries(owned, state)
                 continue
             owned.state = None
             inner.pop(owned.target, None)
             if state is None:
                 continue
-            mine = part_of_state(state, owned.param, owned.part, owned.group)
-            master = mine.pop(MASTER, None)
+            mine = self._part_of(state, owned)
+            master, of = mine.pop(MASTER, None), mine.pop(MASTER_OF, None)
             # A narrower `master` went through a plain optimizer, which narrows it
             # and then does not update it along with the parameter.
             if master is not None and state[MASTER].dtype == master.dtype:
-                owned.load(master)
+                owned.waiting = master, of
             inner[owned.target] = states[owned.param] = owned.state = mine
+        self._accept_loaded()
         for param in self._elsewhere:
             if states.get(param):
                 states[param] = {}
+
+    def _follow_entries(self, owned: _Owned, state: ParamState) -> None:
+        """Cuts whole tensors that users have put into the state of a parameter."""
+        known = owned.entries
+        if len(known) == len(state) and all(map(is_, known, state.values())):
+            return
+        wide = accumulation_dtype(owned.param.dtype)
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or any(value is each for each in known):
+                continue
+            if is_of_the_whole(key, value, owned.param, self._cls):
+                continue
+            is_narrow = value.dtype == owned.param.dtype != wide
+            is_uncut = value.shape == owned.param.shape != owned.target.shape
+            if is_narrow or is_uncut:
+                state.update(self._part_of({key: value}, owned))
+        owned.entries = tuple(state.values())
+
+    def _part_of(self, state: ParamState, owned: _Owned) -> ParamState:
+        return part_of_state(state, owned.param, owned.part, owned.group, cls=self._cls)
+
+    def _accept_loaded(self) -> None:
+        """Takes over loaded exact values if the parameters have the values that they belong to."""
+        waiting = [owned for owned in self.owned if owned.waiting is not None]
+        if not waiting:
+            return
+        present = _fingerprints_of(owned.param for owned in waiting)
+        for owned, fingerprint in zip(waiting, present, strict=True):
+            assert owned.waiting is not None
+            exact, of = owned.waiting
+            if of is None or of == fingerprint:
+                owned.accept(exact)
 
     def step(self, groups: Sequence[dict[str, Any]], states: dict[Tensor, ParamState]) -> None:
         """Steps with these groups' hyper-parameters, as schedulers and users left them."""
@@ -558,8 +646,7 @@ class InnerOptimizer:
                 group[name] = value.clone() if isinstance(value, Tensor) else value
         grads = self.sharding.gradients([owned.param for owned in self.owned])
         for owned, grad in zip(self.owned, grads, strict=True):
-            if owned.loaded is not None:
-                owned.use_loaded(*owned.loaded)
+            owned.use_loaded()
             if grad is not None and owned.part.owner is not None:
                 grad = grad.as_strided(owned.target.shape, owned.target.stride())
             owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
@@ -594,20 +681,31 @@ class InnerOptimizer:
             if flat.exact is not None:
                 flat.follow_writes()
 
-    def states(self, *, is_moved: bool = False) -> dict[Tensor, ParamState]:
-        """Returns the state of each part that has one, with its fp32 values.
-
-        If state moves, also fp32 values alone.
-        """
+    def states(self) -> dict[Tensor, ParamState]:
+        """Returns the state of each part that has one, with its exact values and the fingerprint of
+        the parameter that they belong to."""
         found: dict[Tensor, ParamState] = {}
+        rounded = []
         for owned in self.owned:
             state = dict(self.optimizer.state.get(owned.target, {}))
             exact = owned.exact()
-            if exact is not None and (is_moved or state):
+            if owned.waiting is not None:
+                state[MASTER], state[MASTER_OF] = owned.waiting
+            elif exact is not None:
                 state[MASTER] = exact
+                rounded.append(owned.param)
             if state:
                 found[owned.param] = state
+        for param, fingerprint in zip(rounded, _fingerprints_of(rounded), strict=True):
+            found[param][MASTER_OF] = fingerprint
         return found
+
+
+def _fingerprints_of(params: Iterable[Tensor]) -> list[int]:
+    """Returns a number for the values of each parameter, which rounding alone does not change."""
+    values = [param.detach().to(accumulation_dtype(param.dtype)) for param in params]
+    found: list[int] = fingerprints(values, device=torch.device("cpu")).tolist()
+    return found
 
 
 def _copy_of(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

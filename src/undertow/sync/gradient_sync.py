@@ -26,7 +26,7 @@ from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.agreed_errors import require_outside_of_backward
-from undertow.engine.checks import Arguments, NonFinite
+from undertow.engine.checks import Arguments, NonFinite, after_closure
 from undertow.engine.engine import Engine, SiblingEngines
 from undertow.engine.hooks import (
     earlier_watchers,
@@ -773,10 +773,18 @@ class GradientSync:
             return None
         sync._require_stepper(optimizer)
         engine.finish_before_step(params)
-        if sync._steps is not None and not steps:
-            sync._steps.begin(optimizer)  # scalers unscale shards in every step, with the same bits
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         # With a closure, the backward is still to come.
+        average = partial(
+            engine.average_before_step,
+            params,
+            reader=type(optimizer).__name__,
+            is_sharded=sync._steps is not None,
+        )
+        if not has_closure:
+            average()
+        if sync._steps is not None and not steps:
+            sync._steps.begin(optimizer)  # scalers unscale shards in every step, with the same bits
         if not has_closure and engine.progress.gradients is not Gradients.SOUND:
             engine.require_sound_gradients(params, reader=type(optimizer).__name__)
         if not steps:
@@ -784,14 +792,24 @@ class GradientSync:
         current_plan = engine.current_plan
         settings = settings_of(optimizer, current_plan.members.names, current_plan.hooks.ids)
         engine.progress.optimizer_steps(
-            params, settings, of=current_plan.hooks.ids, has_closure=has_closure
+            params,
+            settings,
+            of=current_plan.hooks.ids,
+            has_closure=has_closure,
+            is_alone=engine.is_accumulating,
         )
+        if sync._steps is not None:
+            return None  # it asks for the rest itself, after its closure
+        changed: Arguments | None = None
+        if has_closure and current_plan.is_active:
+            changed = args, kwargs = after_closure(args, kwargs, average)
         numbers: NonFinite = engine.checks.numbers
-        return (
-            numbers.before_step(optimizer, args, kwargs)
-            if numbers.is_on and sync._steps is None
-            else None
-        )
+        return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
+
+    def _average_before_step(self, optimizer: Optimizer) -> None:
+        """Called by a sharded optimizer after the closure of its step."""
+        params = set(map(id, params_of(optimizer)))
+        self._engine.average_before_step(params, reader=type(optimizer).__name__, is_sharded=True)
 
 
 def _add_outer(sync: GradientSync, all_ranks: OwnGroup) -> OuterSync:
