@@ -249,7 +249,7 @@ def warn_of_late_average(where: str, *, follows_forward: bool) -> None:
     if follows_forward:
         what, remedy = "all their backwards ran inside accumulate() or no_sync()", _LAST_BACKWARD
     warnings.warn(
-        f"an optimizer steps on gradients that were not averaged: {what}. They are averaged now, "
+        f"an optimizer steps on gradients that were not averaged: {what}. They have been averaged "
         "before the step, when no backward hides it. A norm that was clipped before was this "
         f"rank's own.\n  {where}\n  {remedy}",
         stacklevel=2,

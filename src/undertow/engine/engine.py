@@ -485,15 +485,18 @@ class Engine:
 
     # An optimizer's step.
 
-    def finish_before_step(self, params: set[int]) -> None:
-        """Runs a round if one is owed before an optimizer steps on these parameters, by id, or
-        their gradients are read.
+    def finish_before_step(self, params: set[int], *, reader: str | None = None) -> None:
+        """Runs a round if one is owed before the optimizer `reader` steps on these parameters, by
+        id, or their gradients are read.
 
-        Raises PhaseError inside a backward.
+        Not inside `accumulate()`, where no other rank communicates. Raises PhaseError inside a
+        backward.
         """
         current_plan, progress = self.current_plan, self.progress
+        where = f"synchronization {progress.num_rounds}, rank {current_plan.group.name}"
+        if reader is not None:
+            where = f"{reader}, {where}"
         if (self._round is not None or progress.is_owed) and private.graph_task_id() != -1:
-            where = f"synchronization {progress.num_rounds}, rank {current_plan.group.name}"
             raise agreed_errors.step_within_backward(where)
         if self._round is not None:
             self._abandon()
@@ -507,8 +510,12 @@ class Engine:
             current_plan.is_stale = True
             # parameters that no forward has found
             progress.is_owed |= current_plan.change is not None
-        if progress.is_owed and not (is_up_to_date and current_plan.has_result):
+        is_needed = not (is_up_to_date and current_plan.has_result)
+        if progress.is_owed and is_needed and self.synchronizes:
+            is_late = reader is not None and progress.accumulated is Accumulated.GRADIENTS
             self._run_outside_of_backward()
+            if is_late:
+                self._tell_of_late_average(where, follows_forward=True)
         if self.checks.sent:
             self.checks.require_alike()
 
@@ -531,12 +538,19 @@ class Engine:
             raise agreed_errors.step_within_backward(where)
         if "join" in current_plan.group.borrowers:
             raise agreed_errors.step_in_join(where)
-        if not progress.has_told_of_average:
-            progress.has_told_of_average = True
-            follows_forward = progress.accumulated is not Accumulated.NOTHING
-            agreed_errors.warn_of_late_average(where, follows_forward=follows_forward)
+        follows_forward = progress.accumulated is not Accumulated.NOTHING
         self.siblings.owe_averages()
         self._run_outside_of_backward()
+        self._tell_of_late_average(where, follows_forward=follows_forward)
+
+    def _tell_of_late_average(self, where: str, *, follows_forward: bool) -> None:
+        """Warns once of a synchronization before a step, which nothing hides.
+
+        Called after it: a warning may be an error, and other ranks would wait.
+        """
+        if not self.progress.has_told_of_average:
+            self.progress.has_told_of_average = True
+            agreed_errors.warn_of_late_average(where, follows_forward=follows_forward)
 
     def _has_own_gradients(self, params: set[int]) -> bool:
         """Returns True if other ranks, too, may wait to average gradients of these parameters.

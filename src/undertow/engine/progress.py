@@ -16,6 +16,7 @@ from undertow.engine.round import Settings
 # Settings that choose an implementation: ranks may differ in them.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _PLAIN = {bool, int, float, str, type(None)}
+_ALONE = ("the model", (("stepping inside accumulate()", True),))
 
 
 class Forward(IntEnum):
@@ -115,11 +116,14 @@ class Steps:
         yet."""
         return self._params is not None and self._params.isdisjoint(params)
 
-    def add(self, params: set[int], settings: Settings) -> set[int]:
+    def add(self, params: set[int], settings: Settings, *, is_alone: bool) -> set[int]:
         """Adds a step of these parameters, by id, with these settings.
 
-        Returns all that have stepped since the last round.
+        It `is_alone` inside `accumulate()`: ranks that step so and ranks that average first would
+        not be in the same step. Returns all that have stepped since the last round.
         """
+        if is_alone and _ALONE not in self.settings:
+            self.settings += (_ALONE,)
         # Otherwise this is an optimizer inside one that has told its settings, or a further step.
         if not self._params or self._params.isdisjoint(params):
             self.settings += settings
@@ -216,7 +220,7 @@ class Progress:
         """
         if is_alone:
             self.stepped_alone |= params
-        stepped = self.steps.add(params, settings)
+        stepped = self.steps.add(params, settings, is_alone=is_alone)
         # After a step with a closure, its backward is still to come.
         if self.forward is Forward.ENDED and stepped >= of and not has_closure:
             self.forward = Forward.NONE

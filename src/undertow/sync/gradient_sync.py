@@ -772,13 +772,14 @@ class GradientSync:
         if engine.is_closed or not engine.current_plan.owns_any(params):
             return None
         sync._require_stepper(optimizer)
-        engine.finish_before_step(params)
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        reader = type(optimizer).__name__
+        engine.finish_before_step(params, reader=None if has_closure else reader)
         # With a closure, the backward is still to come.
         average = partial(
             engine.average_before_step,
             params,
-            reader=type(optimizer).__name__,
+            reader=reader,
             is_sharded=sync._steps is not None,
         )
         if not has_closure:
@@ -786,7 +787,7 @@ class GradientSync:
         if sync._steps is not None and not steps:
             sync._steps.begin(optimizer)  # scalers unscale shards in every step, with the same bits
         if not has_closure and engine.progress.gradients is not Gradients.SOUND:
-            engine.require_sound_gradients(params, reader=type(optimizer).__name__)
+            engine.require_sound_gradients(params, reader=reader)
         if not steps:
             return None
         current_plan = engine.current_plan
