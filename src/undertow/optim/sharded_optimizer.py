@@ -132,6 +132,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         # Parameters that have stepped, or whose state was loaded: their exact values are saved even
         # if the class keeps no other state.
         self._stepped = WeakIdKeyDictionary()
+        # Parameters with loaded exact values, and their values then, until shards are laid out.
+        self._at_load: dict[Tensor, Tensor] = {}
         super().__init__(whole.param_groups, whole.defaults)
         self._grouped = [list(group["params"]) for group in self.param_groups]  # as they were taken
         # Texts, because a function or NaN does not equal its own copy.
@@ -241,6 +243,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         If a parameter has a part, its state has the elements of the part, in one dimension. Any
         other state is whole.
         """
+        self._follow_writes_since_load()
         if self._inner is None:
             return self._packed(self._kept(self.state)), {}
         self._inner.look(self.state)
@@ -311,11 +314,28 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             error=CheckpointError,
         )
         self._consolidated = None
-        if self._inner is not None:
+        if self._inner is None:
+            rounded = [param for param, state in self.state.items() if MASTER in state]
+            for param, fingerprint in zip(rounded, _fingerprints_of(rounded), strict=True):
+                if self.state[param].get(MASTER_OF) == fingerprint:
+                    self._at_load[param] = param.detach().clone()
+        else:
             self._sync.wait()
             # Values may have been loaded into the parameters before.
             self._inner.sharding.follow_parameters()
             self._take_over(self._inner.sharding)
+
+    def _follow_writes_since_load(self) -> None:
+        """Takes over into loaded exact values what was written into parameters since, before there
+        are shards."""
+        for param, before in self._at_load.items():
+            state, present = self.state.get(param, {}), param.detach()
+            if MASTER not in state or torch.equal(present, before):
+                continue
+            exact, is_same = state[MASTER], present == before
+            state[MASTER] = torch.where(is_same.to(exact.device), exact, present.to(exact))
+            (state[MASTER_OF],) = _fingerprints_of([param])
+            self._at_load[param] = present.clone()
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -378,6 +398,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _take_over(self, sharding: Sharding) -> "InnerOptimizer":
         """Makes an optimizer over this rank's parts in `sharding`, whose states are whole yet."""
+        self._follow_writes_since_load()
+        self._at_load.clear()
         self._inner = InnerOptimizer(self._make, self.param_groups, sharding, self.optimizer_class)
         self._inner.optimizer.defaults = self.defaults  # follows changes that users make
         self._inner.follow(self.state)
@@ -443,6 +465,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """
         inner = self._inner
         found: dict[Tensor, ParamState] = {}
+        self._follow_writes_since_load()
         if inner is not None:
             if inner.sharding.group.num_ranks > 1:
                 self._steps.require_open(

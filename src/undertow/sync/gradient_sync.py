@@ -247,7 +247,9 @@ class GradientSync:
     def accumulate(self) -> Iterator[None]:
         """Context that makes backward only accumulate gradients.
 
-        The next backward outside of it synchronizes their sum.
+        The next backward outside of it synchronizes their sum. If none follows, a step outside of
+        it does. A step inside of it is on this rank's own gradients; with a sharded optimizer it
+        raises PhaseError.
         """
         if self._is_closed:  # checked before the call, which every micro-batch would pay for
             self._require_open("accumulate()")
