@@ -78,8 +78,8 @@ ACCUMULATED = (
     "len(loader). If each rank is to step on its own gradients, step inside of it, with a plain optimizer."
 )
 BARE = (
-    "an optimizer steps on gradients that were not averaged: no training forward of the wrapper preceded their backward. They have "
-    "been averaged before the step, when no backward hides it. A norm that was clipped before was this rank's own.\n"
+    "an optimizer steps on gradients that were not averaged: no training forward of the wrapper preceded their backward. They "
+    "have been averaged before the step, when no backward hides it. A norm that was clipped before was this rank's own.\n"
     "  {}, synchronization 1, rank {}\n"
     "  Call the wrapper, not model.module or a method of it; after attach(), call the module itself."
 )
@@ -118,8 +118,8 @@ def test_a_sharded_optimizer_cannot_step_inside_and_can_afterwards() -> None:
             with ddp.no_sync():
                 before = copy.deepcopy(ddp.module.state_dict())
                 assert text_of(PhaseError, ours.step) == (
-                    "a sharded optimizer steps inside accumulate() or no_sync(), on gradients that are not averaged: each shard would "
-                    "move by its rank's own gradient.\n"
+                    "a sharded optimizer steps inside accumulate() or no_sync(), on gradients that are not averaged: each shard "
+                    "would move by its rank's own gradient.\n"
                     f"  ShardedOptimizer, synchronization {step}, rank {dist.get_rank()}\n"
                     "  Step outside of it, and run the last backward of a step outside too. To train ranks apart, use a plain "
                     "optimizer, or SyncConfig(outer=...)."
