@@ -23,7 +23,8 @@ from undertow.checkpoint import files
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, require
 from undertow.foreign import parsed_json
-from undertow.optim.sharded_optimizer import ShardedOptimizer, hyper_parameters
+from undertow.optim.inner_optimizer import hyper_parameters
+from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import (
     MASTER,
     OF_EXACT,

@@ -28,11 +28,7 @@ from undertow.config import SyncConfig, refused
 from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.engine.checks import Arguments, NonFinite, after_closure
 from undertow.engine.engine import Engine, SiblingEngines
-from undertow.engine.hooks import (
-    earlier_watchers,
-    is_outermost_forward,
-    is_watched,
-)
+from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward, Gradients, params_of, settings_of
 from undertow.engine.tuning import why_fixed
@@ -44,10 +40,7 @@ from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP
-from undertow.sharded.steps import (
-    ShardedSteps,
-    full_gradient,
-)
+from undertow.sharded.steps import ShardedSteps, full_gradient
 from undertow.sync.dropped import let_go, warn_of_late_backward
 from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
@@ -59,16 +52,6 @@ from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 
 T = TypeVar("T")
-
-
-class ZeroesWithoutReading:
-    """Gives a module or an optimizer a `zero_grad` that waits for no parameter, because None needs
-    none of their values."""
-
-    @private.untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        with private.as_plain_tensors() if set_to_none else contextlib.nullcontext():
-            super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module or optimizer
 
 
 class GradientSync:
@@ -808,11 +791,6 @@ class GradientSync:
             changed = args, kwargs = after_closure(args, kwargs, average)
         numbers: NonFinite = engine.checks.numbers
         return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
-
-    def _average_before_step(self, optimizer: Optimizer) -> None:
-        """Called by a sharded optimizer after the closure of its step."""
-        params = set(map(id, params_of(optimizer)))
-        self._engine.average_before_step(params, reader=type(optimizer).__name__, is_sharded=True)
 
 
 def _add_outer(sync: GradientSync, all_ranks: OwnGroup) -> OuterSync:
