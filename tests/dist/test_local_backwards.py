@@ -68,18 +68,20 @@ def test_a_container_has_no_forward_to_wait_for() -> None:
 
 
 @in_ranks(2)
-def test_an_optimizer_that_steps_on_this_ranks_own_gradients_says_so_once() -> None:
+def test_a_backward_of_the_bare_module_beside_a_synchronized_one_stays_local_and_a_step_says_so_once() -> None:
     with wrapped(linear()) as ddp, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        for _ in range(3):
-            step(ddp.module, optimizer)
-    assert [str(warning.message) for warning in seen] == [
-        "an optimizer uses gradients that are not averaged: no training forward of the wrapper preceded their backward.\n"
-        f"  parameter 'weight', SGD, rank {dist.get_rank()}\n"
-        "  Call the wrapper, not model.module or a method of it; after attach(), call the module itself. To average gradients "
-        "of other forwards, call reduce_gradients_async().wait() before the step."
-    ]
+        weight, bias = torch.optim.SGD([ddp.module.weight], lr=0.1), torch.optim.SGD([ddp.module.bias], lr=0.1)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(rows()).sum().backward()
+            bias.step()
+            weight.step()
+            ddp.module(rows()).sum().backward()
+            assert ddp.module.weight.grad.tolist() == [[2.5 + dist.get_rank()] * 4] * 3
+            ddp(rows())  # so that it has no result of its own
+            ddp.module.weight.grad.zero_()
+    assert seen == []
 
 
 # Gradients that are taken away

@@ -1,16 +1,21 @@
 """A run that continues from a checkpoint has the bits of the run without the break: its first step is rounded like all others."""
 
+import copy
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.distributed.checkpoint.state_dict as torchs
+from torch import Tensor, nn
 
 from support.models import CASES, Case
 from support.ranks import in_ranks
 from support.sharded import MLP, NARROW, of_ranks, step_of, training
+from undertow import load_checkpoint, save_checkpoint
 
 NUM_STEPS = 4
 Masters = list[Tensor]
@@ -37,6 +42,145 @@ def run(case: Case, each: Each, *, breaks: tuple[int, ...] = (), **settings: Any
                 found.append(masters(model, optimizer))
             saved = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
     return found
+
+
+# Runs that are drawn: steps, writes into parameters, averages that are swapped in, and NaN that is rolled back. A run that saves
+# and loads after each event, in any way, has the bits of the run that does not.
+
+FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "int8": (torch.float32, {"param_wire": "int8"}),
+    "bfloat16": (torch.float32, {"param_wire": "bfloat16"}),
+    "16 bits": (torch.bfloat16, {}),
+    "16 bits in int8": (torch.bfloat16, {"param_wire": "int8"}),
+    "full width": (torch.float32, {}),
+}
+WAYS = ("files", "model first", "optimizer first", "torch's functions", "a new run")
+
+
+class Wide(nn.Module):
+    """Of some blocks of a format, which no parameter fills."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(24, 33), nn.Tanh(), nn.Linear(33, 24)).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+class Resumed:
+    """A run that is saved and loaded if it is told to; otherwise it goes on."""
+
+    def __init__(self, format: str, optimizer: str, path: Path | None) -> None:
+        self.dtype, settings = FORMATS[format]
+        self.settings = {"reduction": "ordered", "nonfinite": "ignore", **settings}
+        self.name, self.path, self.num_steps, self.num_saved = optimizer, path, 0, 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.context = training(Wide(self.dtype), optimizer=self.name, **self.settings)
+        self.model, self.optimizer = self.context.__enter__()
+
+    def end(self) -> None:
+        self.context.__exit__(None, None, None)
+
+    def step(self, factor: float = 1.0) -> None:
+        self.num_steps += factor == 1.0
+        data = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * self.num_steps + dist.get_rank()))
+        self.optimizer.zero_grad()
+        (self.model(data.to(self.dtype)).float().square().mean() * factor).backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        for param in self.model.parameters():
+            param.clamp_(-0.1, 0.1)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for param in self.model.parameters():
+            param.data = param * 0.75
+
+    def resume(self, way: str, *, is_rolled_back: bool = False) -> None:
+        if self.path is None:
+            return
+        of_model, of_optimizer = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        by_torch = copy.deepcopy(torchs.get_state_dict(self.model, self.optimizer)) if way == "torch's functions" else None
+        folder = self.path / str(self.num_saved)
+        self.num_saved += 1
+        if way == "files":
+            save_checkpoint(folder, self.model, self.optimizer)
+        if is_rolled_back:
+            self.step(float("nan"))
+        if way == "a new run":
+            self.end()
+            self.begin()
+        if way == "files":
+            load_checkpoint(folder, self.model, self.optimizer)
+            return
+        if by_torch is not None:
+            torchs.set_state_dict(self.model, self.optimizer, model_state_dict=by_torch[0], optim_state_dict=by_torch[1])
+            return
+        if way == "optimizer first":
+            self.optimizer.load_state_dict(of_optimizer)
+        self.model.load_state_dict(of_model)
+        if way != "optimizer first":
+            self.optimizer.load_state_dict(of_optimizer)
+
+
+def drawn_run(seed: int, format: str, optimizer: str, path: Path | None) -> list[Tensor]:
+    chance = random.Random(seed)
+    run = Resumed(format, optimizer, path)
+    run.step()
+    for _ in range(6):
+        event, way, is_rolled_back = chance.choice(["step", "step", "clip", "swap"]), chance.choice(WAYS), chance.random() < 0.5
+        getattr(run, event)()
+        run.resume(way, is_rolled_back=is_rolled_back)
+    for _ in range(2):
+        run.step()
+    run.model.wait()
+    found = [param.detach().clone() for param in run.model.parameters()]
+    run.end()
+    return found
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "plain SGD"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_drawn_run_that_is_saved_and_loaded_has_the_bits_of_one_without_a_break(
+    seed: int, format: str, optimizer: str, tmp_path: Path
+) -> None:
+    expected = drawn_run(seed, format, optimizer, None)
+    assert all(param.isfinite().all() for param in expected)
+    assert all(map(torch.equal, drawn_run(seed, format, optimizer, tmp_path), expected))
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("format", ["int8", "16 bits"])
+def test_other_weights_than_those_that_were_saved_stay(format: str) -> None:
+    """Exact values belong to weights: an average that is loaded beside an optimizer, or a plain run's, has none here."""
+    dtype, settings = FORMATS[format]
+    with training(Wide(dtype), optimizer="AdamW", **settings) as (model, optimizer):
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 24), 1.0 + number, dtype=dtype)).float().square().mean().backward()
+            optimizer.step()
+        of_optimizer = copy.deepcopy(optimizer.state_dict())
+        average = {name: value * 0.5 for name, value in model.state_dict().items()}
+        for first in ("model", "optimizer"):
+            loads = [lambda: model.load_state_dict(average), lambda: optimizer.load_state_dict(of_optimizer)]
+            for load in loads if first == "model" else reversed(loads):
+                load()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            optimizer.zero_grad()
+            model(torch.ones(2, 24, dtype=dtype)).float().square().mean().backward()
+            optimizer.step()
+            model.wait()
+            assert all(torch.equal(value, average[name]) for name, value in model.state_dict().items()), first
 
 
 def require_resumed(case: Case, each: Each = step_of, **settings: Any) -> list[Masters]:

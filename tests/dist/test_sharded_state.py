@@ -1,18 +1,22 @@
 """The state and the groups of a sharded optimizer can be changed as a plain one's, or an error says why not."""
 
 import contextlib
+import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.errors import text_of
 from support.ranks import in_ranks
 from support.sharded import MLP, ORDERED, Parameters, one_step, parameters, require_equal, stepped, trained
-from undertow import CheckpointError, ConfigError, DistributedDataParallel, ShardedOptimizer
+from undertow import CheckpointError, ConfigError, DistributedDataParallel, ShardedOptimizer, load_checkpoint, save_checkpoint
 
 Edit = Callable[[Any, list[nn.Parameter]], object]
 
@@ -59,6 +63,15 @@ EDITS: dict[str, dict[int, Edit]] = {
     "an entry set": {3: lambda it, params: it.state[params[0]].update(step=torch.tensor(0.0))},
     "an entry given by another": {
         3: lambda it, params: it.state[params[0]].__setitem__("exp_avg", it.state[params[0]]["exp_avg_sq"].clone())
+    },
+    "entries set to whole tensors": {
+        3: lambda it, params: [
+            it.state[param].update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.ones_like(param)) for param in params
+        ],
+        5: lambda it, params: it.state[params[1]].__setitem__("exp_avg", torch.ones_like(params[1])),
+    },
+    "entries set to whole tensors of other strides": {
+        3: lambda it, params: it.state[params[0]].update(exp_avg=torch.arange(params[0].numel()).view(params[0].T.shape).T / 100)
     },
     "entries of one that has none": {
         3: lambda it, params: (it.state.pop(params[0]), it.state[params[0]].update(fresh(params[0])))
@@ -142,3 +155,68 @@ def test_a_parameter_that_the_model_does_not_have_is_refused_in_the_next_step() 
         opt.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
         text = text_of(ConfigError, lambda: one_step(ddp, opt, 1))
         assert text.startswith(f"parameter {len(list(ddp.parameters()))} of the optimizer, of shape (3,), is not synchronized")
+
+
+class Ported(torch.optim.Optimizer):
+    """Elementwise, with names for its states that other classes use for counts."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in filter(lambda it: it.grad is not None, group["params"]):
+                state = self.state[param]
+                if not state:
+                    state |= {key: torch.zeros_like(param) for key in ("mu", "eta", "mu_product")} | {"count": torch.zeros(())}
+                state["count"] += 1
+                state["mu"].lerp_(param.grad, 0.1)
+                state["eta"].add_(param.grad.square())
+                state["mu_product"].add_(state["mu"])
+                param.sub_(state["mu"] / (1 + state["eta"]) + state["mu_product"] / state["count"], alpha=group["lr"])
+
+
+class Single(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.number = nn.Linear(6, 5), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) * self.number
+        return result
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("cls", [Ported, torch.optim.ASGD, torch.optim.NAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("by_files", [False, True], ids=["state dicts", "files"])
+def test_names_tell_counts_from_states_of_elements_only_for_torchs_classes(cls: Any, by_files: bool, tmp_path: Path) -> None:
+    def made() -> tuple[DistributedDataParallel, ShardedOptimizer]:
+        model = DistributedDataParallel(Single())
+        with warnings.catch_warnings(action="ignore"):
+            return model, ShardedOptimizer(cls, model, whole=None if cls.__module__.startswith("torch") else False, lr=0.1)
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            one = torch.full((2, 6), 1.0 + step + dist.get_rank())
+            optimizer.zero_grad()
+            model(one).square().mean().backward()
+            optimizer.step()
+
+    first, second = made(), made()
+    train(*first, range(3))
+    if by_files:
+        save_checkpoint(tmp_path, *first)
+    saved = copy.deepcopy((first[0].state_dict(), first[1].state_dict()))
+    train(*first, range(3, 6))
+    train(*second, range(1))
+    if by_files:
+        load_checkpoint(tmp_path, *second)
+    else:
+        second[0].load_state_dict(saved[0])
+        second[1].load_state_dict(saved[1])
+    train(*second, range(3, 6))
+    require_equal(parameters(first[0]), parameters(second[0]))
+    for model, _ in (first, second):
+        model.close()

@@ -44,6 +44,8 @@ class Drawing:
             "average_in_collective": self.likely(0.8),
             "nonfinite": "skip",
         }
+        kinds = {"units": " ".join(self.units), "has_hook": self.has_hook, "settings": settings}
+        self.is_exact = Program(**kinds).is_exact(self.num_ranks)  # so that a step may average, too
         return Program(
             units=" ".join(self.units),
             before=self.chance.choice(["", "", f"freeze {self.unit()}"]),
@@ -70,12 +72,20 @@ class Drawing:
             if "norm" not in self.units and self.likely(0.05)  # whose statistics it would change
             else ""
         )
-        for _ in range(self.chance.choice([0, 0, 1, 2])):
+        num_accumulated = self.chance.choice([0, 0, 1, 2])
+        # The window ends before the backward that synchronizes, as at the end of an epoch.
+        is_cut = num_accumulated > 0 and not change and self.is_exact and self.between.random() < 0.25
+        for _ in range(num_accumulated):
+            forward = self.forward()
             yield from (
-                self.forward(),
+                "|".join(f"{word.removesuffix(' quiet')} quiet" for word in forward.split("|")) if is_cut else forward,
                 self.tokens(),
                 self.chance.choice(["accumulate", "accumulate flagged", "accumulate leaves"]),
             )
+        if is_cut:
+            yield "step"
+            self.has_stepped = True
+            return
         # A forward behind a synchronization that has brought nothing, on any rank, would owe another one.
         looks = "norm" not in self.units and self.likely(0.1)
         # Parameters that are new, or thawed, are written to in the first synchronization: no other graph may have them.
@@ -93,6 +103,7 @@ class Drawing:
         yield f"evaluate {self.of_ranks(['now', ''])}" if self.likely(0.1) else ""
         yield "reload" if self.likely(0.1) else ""
         yield "forget" if self.between.random() < 0.1 else ""
+        yield f"resume {self.between.choice(['model', 'optimizer'])}" if self.between.random() < 0.1 else ""
 
     def clearings(self) -> list[str]:
         return ["zero", "zero", "zero in-place", "", *(["hold"] if self.is_plain else [])]

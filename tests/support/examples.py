@@ -489,7 +489,50 @@ WRITTEN_OR_DISTURBED = {
     ),
 }
 
-EXAMPLES = {**OF_EVERY_KIND, **USED, **WINDOWS_OF_ALL, **ACCUMULATED, **CHANGED, **COMBINED, **WRITTEN_OR_DISTURBED}
+# Steps on gradients that were only accumulated.
+CUTS = {
+    "ends": "zero, forward 012 quiet, accumulate, step",
+    "ends before another": "zero, forward 012 quiet, accumulate, step, zero, forward 012, backward, step",
+    "reaches nothing on one rank": "zero, forward 012 quiet|- quiet, accumulate, step",
+    "has a forward that would synchronize": "zero, forward 012|01, accumulate, step",
+    "has two backwards": "zero, forward 012 quiet, accumulate, forward 02 quiet|1 quiet, accumulate, step",
+    "follows a synchronization": "zero, forward 012, backward, forward 12 quiet|0 quiet, accumulate, step",
+    "ends on the others": "zero, forward 012 quiet|012, accumulate, step",
+    "was zeroed": "zero, forward 012 quiet, accumulate, zero, forward 01 quiet|12 quiet, accumulate, step",
+    "comes before a look of one rank": "zero, forward 01 quiet, accumulate, step, zero, forward 012, backward, look now quiet|, step",
+}
+CUT_SHORT = {
+    **{
+        f"a window that is cut short {name}, {strategy}": Program(events=events, strategy=strategy)
+        for name, events in CUTS.items()
+        for strategy in ("ddp", "zero1", "zero2")
+    },
+    "a window that is cut short, with a hook": Program(events=CUTS["ends before another"], has_hook=True),
+    "a window that is cut short, attached": Program(events=CUTS["ends before another"], is_attached=True),
+    "a window that is cut short, in one bucket": Program(events=CUTS["reaches nothing on one rank"], plan="one"),
+    "a step of its own, and a common one": Program(
+        events="zero, forward 012 quiet, accumulate, step alone, zero, forward 012, backward, step"
+    ),
+    "steps of its own, and a common one that adds to what they have left": Program(
+        events="zero, forward 012 quiet, accumulate, step alone, forward 02 quiet, accumulate, step alone, forward 012, backward, step"
+    ),
+    **{
+        f"backwards of the bare module only, {strategy}": Program(
+            events="zero, forward 012 inside|01 inside, local, step, zero, forward 012 inside, local, forward 0 inside, local, step",
+            strategy=strategy,
+        )
+        for strategy in ("ddp", "zero1", "zero2")
+    },
+    **{
+        f"everything is saved and loaded, the {first} first, {strategy}": Program(
+            events=f"zero, forward 012, backward, step, resume {first}", strategy=strategy
+        )
+        for first in ("model", "optimizer")
+        for strategy in ("ddp", "zero1", "zero2")
+    },
+}
+
+EXAMPLES = {**OF_EVERY_KIND, **USED, **WINDOWS_OF_ALL, **ACCUMULATED, **CHANGED, **COMBINED, **CUT_SHORT, **WRITTEN_OR_DISTURBED}
 
 # The mean of three equal values may have other bits, and a third rank is neither the first nor the last.
 ON_THREE_RANKS = [

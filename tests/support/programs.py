@@ -86,6 +86,7 @@ class Reference:
         self.is_use_open = False  # shards may count a gradient that was zeroed in place before its reduction, or may not
         self.results: set[Tensor] = set()  # parameters whose `.grad` is a result
         self.earlier: dict[Tensor, Tensor] = {}  # results that were taken out of `.grad`
+        self.is_accumulated = False  # on some rank there may be gradients that the next step averages first
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -135,6 +136,7 @@ class Reference:
                 earlier = self.earlier[param]
                 param.grad = earlier if param.grad is None else param.grad + earlier
         self.used |= self.new
+        self.is_accumulated = False
         self.results = {param for param in self.params if param.grad is not None}
         self.new.clear()
         self.earlier.clear()
@@ -295,9 +297,17 @@ class Run:
         if self.sends_micro_batches:
             self._synchronize(is_last=False)
             return
+        self.reference.is_accumulated = True
         self.reference.accumulated()
         if not self.reference.has_shards:
             self.compare_gradients()
+
+    def local(self) -> None:
+        """A backward that no forward of the wrapper precedes, since the last step."""
+        self._backward()
+        self.reference.is_accumulated = True
+        self.reference.accumulated()
+        self.unused = None
 
     @property
     def sends_micro_batches(self) -> bool:
@@ -368,8 +378,11 @@ class Run:
         assert scaler.get_scale() == (1.0 if is_finite else 0.5)
 
     def _synchronize(self, *, op: str | None = None, is_last: bool = True) -> None:
+        self.reference.synchronize(op=op)
+        self._ends_synchronized(is_last=is_last)
+
+    def _ends_synchronized(self, *, is_last: bool = True) -> None:
         reference = self.reference
-        reference.synchronize(op=op)
         self.is_synchronized = is_last
         self.compare_gradients()
         if is_last:
@@ -405,14 +418,26 @@ class Run:
     def step(self, how: str = "") -> None:
         """On all ranks, or on one that sends its parameters to others, which step on those that are frozen.
 
-        After a step that is "flying" the next event comes while parameters are on their way.
+        After a step that is "flying" the next event comes while parameters are on their way. A step that is "alone", in a context
+        that only accumulates, is on this rank's own gradients; any other one averages first what was only accumulated.
         """
-        rank = how.replace("flying", "")
+        rank = how.replace("flying", "").replace("alone", "")
+        is_late = self.reference.is_accumulated and how != "alone"
+        if is_late:
+            self.reference.synchronize()
         is_finite = all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None)
         frozen = [param for param in self.module.parameters() if not param.requires_grad]
         ours = self.optimizers[:1] if rank in ("", str(self.rank)) else [torch.optim.SGD(frozen, lr=1.0)] if frozen else []
-        for optimizer in [*ours, *self.optimizers[1 : 2 if is_finite else 1]]:
-            optimizer.step()
+        context = self.handle.no_sync() if how == "alone" else contextlib.nullcontext()
+        with context, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "an optimizer steps on gradients that were not averaged")
+            for optimizer in [*ours, *self.optimizers[1 : 2 if is_finite else 1]]:
+                optimizer.step()
+        if how == "alone":
+            self.reference.is_accumulated = False
+        if is_late:
+            self.reference.has_shards = sharding_of(self.sync) is not None
+            self._ends_synchronized()
         for param in self.module.parameters() if rank else ():
             dist.broadcast(param.data, int(rank))
         self.reference.has_shards = sharding_of(self.sync) is not None
@@ -479,10 +504,11 @@ class Run:
         self.handle.finish()
         self.compare_gradients()
 
-    def look(self, now: str = "") -> None:
-        """One more training forward on some ranks, for a look at the loss."""
+    def look(self, now: str = "", how: str = "") -> None:
+        """One more training forward on some ranks, for a look at the loss, or a "quiet" one, in a context that accumulates."""
         if now:
-            self.model(self.device.move(noise(ROWS, WIDTH)), "0")
+            with self.handle.no_sync() if how == "quiet" else contextlib.nullcontext():
+                self.model(self.device.move(noise(ROWS, WIDTH)), "0")
             self.unused = set()
 
     def saliency(self, now: str = "") -> None:
@@ -511,6 +537,21 @@ class Run:
             for param in self.module.parameters():
                 param.zero_()
         self.model.load_state_dict(state)
+
+    def resume(self, first: str) -> None:
+        """Everything is saved, lost, and loaded, the "model" or the "optimizer" first."""
+        optimizer = self.optimizers[0]
+        of_model, of_optimizer = copy.deepcopy((self.model.state_dict(), optimizer.state_dict()))
+        with torch.no_grad():
+            for param in self.module.parameters():
+                param.fill_(float("nan"))
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.fill_(float("nan"))
+        loads = [partial(self.model.load_state_dict, of_model), partial(optimizer.load_state_dict, of_optimizer)]
+        for load in loads if first == "model" else reversed(loads):
+            load()
 
     def forget(self) -> None:
         """The optimizers begin with fresh states."""

@@ -2,7 +2,8 @@
 
 Files hold tensors, and texts in their metadata. A state of an optimizer is named  <parameter>/<key>
 or, if it has elements of the parameter,  <parameter>/<key>[start:stop].  These are positions in the
-parameter's memory: the index has the order of the axes there, unless it is row-major. States that
+parameter's memory: the index has the order of the axes there, unless it is row-major. If the axes
+of a whole state have another order in memory, it is the text  <parameter>/<key>[axes].  States that
 are not tensors are texts, in JSON.
 """
 
@@ -22,13 +23,22 @@ from undertow.checkpoint import files
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, require
 from undertow.foreign import parsed_json
-from undertow.optim.sharded_optimizer import ShardedOptimizer, hyper_parameters
-from undertow.optim.state import MASTER, OF_THE_WHOLE, flattened, nested
+from undertow.optim.inner_optimizer import hyper_parameters
+from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.optim.state import (
+    MASTER,
+    OF_EXACT,
+    axes_in_memory,
+    flattened,
+    is_of_the_whole,
+    nested,
+    room_in_order,
+)
 from undertow.outer.outer_sync import OuterSync
 from undertow.sharded.bucket import ShardPart, in_memory_order
 from undertow.torch_private import private, tables
 
-_ENTRY = re.compile(r"(.*)/([^/\[]+)(?:\[([0-9]{1,18}):([0-9]{1,18})\])?", re.DOTALL)
+_ENTRY = re.compile(r"(.*)/([^/\[]+)(?:\[(?:(axes)|([0-9]{1,18}):([0-9]{1,18}))\])?", re.DOTALL)
 _EXTRA_STATE = "_extra_state"  # the end of torch's names for the results of get_extra_state()
 _OF_OUTER = ("global", "momentum", "mean")  # tensors of OuterSync.state_dict()
 Contents = tuple[dict[str, Tensor], dict[str, str]]  # tensors and texts of one file
@@ -102,8 +112,12 @@ def add_contents_of_optimizer(
                 error=CheckpointError,
             )
             if isinstance(value, Tensor):
-                entry, stored = _stored(f"{name}/{key}", value, param, parts.get(param))
-                tensors[entry] = stored
+                is_whole = is_of_the_whole(key, value, param, _class_of(optimizer))
+                entry = f"{name}/{key}"
+                stored = _stored(value, param, parts.get(param), is_whole=is_whole)
+                tensors[entry + stored.place] = stored.elements
+                if stored.axes is not None:
+                    texts[f"{entry}[axes]"] = json.dumps(stored.axes)
             else:
                 files.require_json(value, f"state[{name!r}][{key!r}]")
                 texts[f"{name}/{key}"] = json.dumps(value)
@@ -111,7 +125,7 @@ def add_contents_of_optimizer(
         {**hyper_parameters(group), "params": [params[number][0] for number in group["params"]]}
         for group in packed["param_groups"]
     ]
-    orders = {name: _axes(param) for name, param in params}
+    orders = {name: axes_in_memory(param) for name, param in params}
     axes = {name: order for name, order in orders.items() if order != sorted(order)}
     return {"optimizer": _class_name(optimizer), "param_groups": groups, "axes": axes}
 
@@ -200,7 +214,8 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
         for name in group["params"]
         if name not in params
     }
-    for (name, key), value in _read(folder, numbers).items():
+    found, orders = _read(folder, numbers)
+    for (name, key), value in found.items():
         if name in others:
             continue
         text = f"has a state of {name!r}, which is not one of the optimizer's parameters"
@@ -218,7 +233,9 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
             is_scalar = not isinstance(value, Tensor) or value.dim() == 0
             text = f"has {key!r} of {name!r}, but not for each element"
             _require_same(is_scalar and key != MASTER, folder, text)
-        if parts is not None or key != MASTER:  # a plain optimizer has no fp32 values
+        if part is None and (name, key) in orders:
+            value = _in_order(value, orders[name, key], folder, f"{key!r} of {name!r}")
+        if parts is not None or key not in OF_EXACT:  # a plain optimizer has no fp32 values
             state.setdefault(name, {})[key] = value
     state = {name: nested(of_param) for name, of_param in state.items()}
     return {"state": state, "param_groups": _groups(about["param_groups"], names, optimizer)}
@@ -237,7 +254,7 @@ class _Elements:
 
         `axes` is the order of the axes in the files, the outermost first.
         """
-        if part is not None and axes == _axes(param):
+        if part is not None and axes == axes_in_memory(param):
             return self._between(part.start, part.stop)
         outermost_first = self._between(0, param.numel()).view([param.shape[axis] for axis in axes])
         return outermost_first.permute([axes.index(axis) for axis in range(param.dim())])
@@ -257,9 +274,16 @@ class _Elements:
         return elements
 
 
-def _read(folder: Path, numbers: Iterable[int]) -> dict[tuple[str, str], Any]:
-    """Returns the state by parameter and key; `_Elements` are read when they are used."""
-    found: dict[tuple[str, str], Any] = {}
+_Entries = dict[tuple[str, str], Any]  # by parameter and key
+
+
+def _read(folder: Path, numbers: Iterable[int]) -> tuple[_Entries, _Entries]:
+    """Returns the states, and the orders of axes that they have in memory.
+
+    `_Elements` are read when they are used.
+    """
+    found: _Entries = {}
+    orders: _Entries = {}
     for number in numbers:
         path = files.optimizer_file(folder, number)
         file = files.open_tensors(path)
@@ -269,8 +293,10 @@ def _read(folder: Path, numbers: Iterable[int]) -> dict[tuple[str, str], Any]:
             match = _ENTRY.fullmatch(entry)
             if match is None:
                 raise files.broken(path, f"has {entry!r}, which is not a state of a parameter")
-            name, key, start, stop = match.groups()
-            if entry in texts:
+            name, key, axes, start, stop = match.groups()
+            if axes is not None:
+                orders[name, key] = parsed_json(texts.get(entry, "null"))
+            elif entry in texts:
                 found[name, key] = parsed_json(texts[entry])
             elif start is None:
                 found[name, key] = file.get_tensor(entry).clone()
@@ -278,17 +304,38 @@ def _read(folder: Path, numbers: Iterable[int]) -> dict[tuple[str, str], Any]:
                 what = f"{key!r} of {name!r}"
                 elements = found.setdefault((name, key), _Elements(folder, what, []))
                 elements.pieces.append((int(start), int(stop), file.get_slice(entry)))
-    return found
+    for name, key in orders.keys() - found.keys():
+        path = folder / "optimizer-*.safetensors"
+        raise files.broken(path, f"have an order of axes, but no {key!r} of {name!r}")
+    return found, orders
 
 
-def _stored(entry: str, value: Tensor, param: Tensor, part: ShardPart | None) -> tuple[str, Tensor]:
-    """Returns the name and the elements that a file holds for one state of a parameter."""
+def _in_order(value: Any, axes: Any, folder: Path, what: str) -> Tensor:
+    """Returns a state with this order of axes in memory, the outermost first."""
+    is_list = isinstance(axes, list) and all(type(axis) is int for axis in axes)
+    if not is_list or not isinstance(value, Tensor) or sorted(axes) != list(range(value.dim())):
+        path = folder / "optimizer-*.safetensors"
+        raise files.broken(path, f"do not have the order of axes of {what}")
+    return room_in_order(value.shape, axes, value.dtype, value.device).copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One state of a parameter as a file holds it."""
+
+    elements: Tensor
+    place: str = ""  # of these elements in the parameter
+    axes: list[int] | None = None  # their order in memory, if nothing else in the checkpoint has it
+
+
+def _stored(value: Tensor, param: Tensor, part: ShardPart | None, *, is_whole: bool) -> _Stored:
     if value.dim() > 0 and part is not None and part.owner is None:
-        return f"{entry}[{part.start}:{part.stop}]", value
-    if value.shape == param.shape and entry.rpartition("/")[2] not in OF_THE_WHOLE:
-        flat = in_memory_order(value, strides_of_gradient(param))
-        return f"{entry}[0:{param.numel()}]", flat
-    return entry, value
+        return _Stored(value, f"[{part.start}:{part.stop}]")
+    axes, usual, place = axes_in_memory(value), list(range(value.dim())), ""
+    if value.shape == param.shape and not is_whole:
+        usual, place = axes_in_memory(param), f"[0:{param.numel()}]"
+        value = in_memory_order(value, strides_of_gradient(param))
+    return _Stored(value, place, None if axes == usual else axes)
 
 
 def _groups(
@@ -321,20 +368,20 @@ def _like(present: object, setting: Any) -> object:
     return tuple(setting) if isinstance(present, tuple) else setting
 
 
-def _axes(param: Tensor) -> list[int]:
-    """Returns the axes of a parameter in the order of its memory, the outermost first."""
-    strides = strides_of_gradient(param)
-    return sorted(range(param.dim()), key=lambda axis: -strides[axis])
-
-
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"of {value.dtype} and shape {tuple(value.shape)}"
     return "as a value"
 
 
+def _class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Returns the class that updates the parameters, whole or in shards."""
+    found: type[torch.optim.Optimizer] = getattr(optimizer, "optimizer_class", type(optimizer))
+    return found
+
+
 def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    return getattr(optimizer, "optimizer_class", type(optimizer)).__name__
+    return _class_of(optimizer).__name__
 
 
 def _plain(key: str) -> str:

@@ -20,8 +20,9 @@ from undertow.ddp.join import ShadowHook, UnevenInputs
 from undertow.errors import require
 from undertow.outer.outer_sync import OuterSync
 from undertow.plan import Plan
-from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading
+from undertow.sync.gradient_sync import GradientSync
 from undertow.sync.ignore import still_there
+from undertow.sync.zeroing import ZeroesWithoutReading
 from undertow.torch_private import private, tables
 
 _Arguments = ParamSpec("_Arguments")

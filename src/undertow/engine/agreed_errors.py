@@ -222,6 +222,50 @@ def step_within_backward(where: str) -> PhaseError:
     )
 
 
+def step_in_accumulation(where: str) -> PhaseError:
+    return PhaseError(
+        "a sharded optimizer steps inside accumulate() or no_sync(), on gradients that are not "
+        "averaged: each shard would move by its rank's own gradient.",
+        where=where,
+        remedy="Step outside of it, and run the last backward of a step outside too. To train "
+        "ranks apart, use a plain optimizer, or SyncConfig(outer=...).",
+    )
+
+
+def step_in_join(where: str) -> PhaseError:
+    return PhaseError(
+        "an optimizer steps inside join() on gradients that were only accumulated: ranks without "
+        "data cannot help to average them now.",
+        where=where,
+        remedy="Run the last backward of a step outside of accumulate() and no_sync(), with a "
+        "forward of the wrapper.",
+    )
+
+
+def warn_of_late_average(where: str, *, follows_forward: bool) -> None:
+    """Warns of a step on gradients that only now are averaged; they follow forwards of the wrapper
+    inside `accumulate()`, or none."""
+    what, remedy = "no training forward of the wrapper preceded their backward", _CALL_THE_WRAPPER
+    if follows_forward:
+        what, remedy = "all their backwards ran inside accumulate() or no_sync()", _LAST_BACKWARD
+    warnings.warn(
+        f"an optimizer steps on gradients that were not averaged: {what}. They have been averaged "
+        "before the step, when no backward hides it. A norm that was clipped before was this "
+        f"rank's own.\n  {where}\n  {remedy}",
+        stacklevel=2,
+    )
+
+
+_LAST_BACKWARD = (
+    "Run the last backward of a step outside of it, also at the end of an epoch: "
+    "is_last = (i + 1) % n == 0 or i + 1 == len(loader). If each rank is to step on its own "
+    "gradients, step inside of it, with a plain optimizer."
+)
+_CALL_THE_WRAPPER = (
+    "Call the wrapper, not model.module or a method of it; after attach(), call the module itself."
+)
+
+
 def step_after_failure(where: str) -> PhaseError:
     return PhaseError(
         "the last backward or synchronization failed: these gradients are not the mean over ranks.",
@@ -236,9 +280,8 @@ def warn_of_local_gradients(name: str, where: str) -> None:
         "an optimizer uses gradients that are not averaged: no training forward of the wrapper "
         "preceded their backward.\n"
         f"  parameter {name!r}, {where}\n"
-        "  Call the wrapper, not model.module or a method of it; after attach(), call the module "
-        "itself. To average gradients of other forwards, call reduce_gradients_async().wait() "
-        "before the step.",
+        f"  {_CALL_THE_WRAPPER} To average gradients of other forwards, call "
+        "reduce_gradients_async().wait() before the step.",
         stacklevel=2,
     )
 

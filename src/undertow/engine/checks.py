@@ -151,17 +151,7 @@ class NonFinite:
             return ((_idle(optimizer), *args[1:]), kwargs) if self.skips(optimizer) else None
         if self._policy == "skip":
             raise refused("closure", "skip", where=f"{type(optimizer).__name__}, rank {self._rank}")
-
-        def judged() -> Any:
-            loss = closure()
-            self.skips(optimizer)
-            return loss
-
-        return (
-            ((args[0], judged, *args[2:]), kwargs)
-            if len(args) > 1
-            else (args, {**kwargs, "closure": judged})
-        )
+        return after_closure(args, kwargs, partial(self.skips, optimizer))
 
     def _tell(self, finding: Finding) -> None:
         """Warns on rank 0, the first, second, fourth time and so on.
@@ -173,6 +163,24 @@ class NonFinite:
             faults.tell(
                 f"{finding.what} The step is skipped on every rank.{times}\n  {finding.where}"
             )
+
+
+def after_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], object]
+) -> Arguments:
+    """Returns the arguments of an optimizer's step with a closure that calls `then` at its end."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+
+    def closed() -> Any:
+        loss = closure()
+        then()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], closed, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closed}
 
 
 def _finding_of(ended: Round, plan: Plan) -> Finding:

@@ -22,7 +22,7 @@ from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import Listeners, OutermostEnd, is_watched, no_round, users_hooks
 from undertow.engine.meeting import Meeting
 from undertow.engine.params import ModuleParams
-from undertow.engine.progress import Forward, Gradients, Progress
+from undertow.engine.progress import Accumulated, Forward, Gradients, Progress
 from undertow.engine.round import ENDED, Round, RoundKind, RoundState, Stage, Terms
 from undertow.errors import UndertowError, all_of
 from undertow.ranks.transport import OwnGroup
@@ -249,6 +249,7 @@ class Engine:
             kind = RoundKind.REDUCE
             if not self.synchronizes:
                 kind = RoundKind.ACCUMULATE
+                self.progress.accumulates(Accumulated.GRADIENTS)
             elif not (self.follows_forward or self.siblings.follow_forward):
                 # As in torch's class, a backward of the bare module does not concern the other
                 # ranks.
@@ -407,6 +408,7 @@ class Engine:
         self.progress.unused.round_ends(unused, hooks.named_params, is_last=ended.is_last)
         if not ended.has_failed:
             hooks.arrived_before.clear()
+            self.progress.is_averaged()
             current_plan.is_stale = True
         if self.checks.numbers.is_on:
             self.checks.numbers.round_ends(ended, plan)
@@ -485,15 +487,18 @@ class Engine:
 
     # An optimizer's step.
 
-    def finish_before_step(self, params: set[int]) -> None:
-        """Runs a round if one is owed before an optimizer steps on these parameters, by id, or
-        their gradients are read.
+    def finish_before_step(self, params: set[int], *, reader: str | None = None) -> None:
+        """Runs a round if one is owed before the optimizer `reader` steps on these parameters, by
+        id, or their gradients are read.
 
-        Raises PhaseError inside a backward.
+        Not inside `accumulate()`, where no other rank communicates. Raises PhaseError inside a
+        backward.
         """
         current_plan, progress = self.current_plan, self.progress
+        where = f"synchronization {progress.num_rounds}, rank {current_plan.group.name}"
+        if reader is not None:
+            where = f"{reader}, {where}"
         if (self._round is not None or progress.is_owed) and private.graph_task_id() != -1:
-            where = f"synchronization {progress.num_rounds}, rank {current_plan.group.name}"
             raise agreed_errors.step_within_backward(where)
         if self._round is not None:
             self._abandon()
@@ -507,10 +512,77 @@ class Engine:
             current_plan.is_stale = True
             # parameters that no forward has found
             progress.is_owed |= current_plan.change is not None
-        if progress.is_owed and not (is_up_to_date and current_plan.has_result):
+        is_needed = not (is_up_to_date and current_plan.has_result)
+        if progress.is_owed and is_needed and self.synchronizes:
+            is_late = reader is not None and progress.accumulated is Accumulated.GRADIENTS
             self._run_outside_of_backward()
+            if is_late:
+                self._tell_of_late_average(where, follows_forward=True)
         if self.checks.sent:
             self.checks.require_alike()
+
+    def average_before_step(self, params: set[int], *, reader: str, is_sharded: bool) -> None:
+        """Averages gradients that were only accumulated, if the optimizer `reader` is about to use
+        the gradients of these parameters, by id.
+
+        Inside `accumulate()` a plain optimizer steps on this rank's own gradients; a sharded one
+        cannot. Raises PhaseError there, inside a backward, and inside `join()`.
+        """
+        current_plan, progress = self.current_plan, self.progress
+        if not self._meets or not self._has_own_gradients(params):
+            return
+        where = f"{reader}, synchronization {progress.num_rounds}, rank {current_plan.group.name}"
+        if self.is_accumulating:
+            if is_sharded:
+                raise agreed_errors.step_in_accumulation(where)
+            return
+        if private.graph_task_id() != -1:
+            raise agreed_errors.step_within_backward(where)
+        if "join" in current_plan.group.borrowers:
+            raise agreed_errors.step_in_join(where)
+        follows_forward = progress.accumulated is not Accumulated.NOTHING
+        self.siblings.owe_averages()
+        self._run_outside_of_backward()
+        self._tell_of_late_average(where, follows_forward=follows_forward)
+
+    def _tell_of_late_average(self, where: str, *, follows_forward: bool) -> None:
+        """Warns once of a synchronization before a step, which nothing hides.
+
+        Called after it: a warning may be an error, and other ranks would wait.
+        """
+        if not self.progress.has_told_of_average:
+            self.progress.has_told_of_average = True
+            agreed_errors.warn_of_late_average(where, follows_forward=follows_forward)
+
+    def _has_own_gradients(self, params: set[int]) -> bool:
+        """Returns True if other ranks, too, may wait to average gradients of these parameters.
+
+        Not if they have stepped on them inside `accumulate()`. A backward of the bare module counts
+        only if no synchronization has followed the last step: beside one it is this rank's own.
+        """
+        progress, current_plan = self.progress, self.current_plan
+        if progress.gradients is Gradients.INCOMPLETE:
+            return False
+        if progress.accumulated is Accumulated.GRADIENTS:
+            return not params <= progress.stepped_alone
+        has_mean = progress.steps.are_due_for(params) and current_plan.has_result
+        if progress.accumulated is Accumulated.FORWARD:  # or for a look at the loss
+            return not has_mean and not params <= progress.stepped_alone
+        if progress.gradients is Gradients.SOUND or progress.steps.are_due_for(params):
+            return False
+        hooks = current_plan.hooks
+        return current_plan.has_result and not hooks.arrived_before.isdisjoint(
+            hooks.indices(params)
+        )
+
+    def owe_average(self) -> None:
+        """Called when a sibling is about to average accumulated gradients, outside of backward."""
+        progress = self.progress
+        is_local = progress.gradients in (Gradients.LOCAL, Gradients.REPORTED)
+        if progress.accumulated is not Accumulated.NOTHING or (
+            is_local and not progress.steps.are_due_for(self.current_plan.hooks.ids)
+        ):
+            progress.is_owed = True
 
     def require_sound_gradients(self, params: set[int], *, reader: str) -> None:
         """Called when `reader` is about to use the gradients of these parameters, by id.
@@ -579,6 +651,7 @@ class Engine:
         """
         self._abandon()
         self.current_plan.hooks.arrived_before.clear()
+        self.progress.is_averaged()
         self.current_plan.find_change()
         if self._meets:
             with gradients_aside(self.current_plan.all_params()):
@@ -643,6 +716,11 @@ class SiblingEngines:
     def follow_forward(self) -> bool:
         """True if a forward has run since all parameters of every engine were stepped."""
         return any(engine.follows_forward for engine in self._present())
+
+    def owe_averages(self) -> None:
+        """Called before one engine averages accumulated gradients: others average theirs then."""
+        for engine in self._present():
+            engine.owe_average()
 
     def finish_owed(self) -> None:
         """Called after one engine has run a round outside of backward.

@@ -16,6 +16,7 @@ from undertow.engine.round import Settings
 # Settings that choose an implementation: ranks may differ in them.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 _PLAIN = {bool, int, float, str, type(None)}
+_ALONE = ("the model", (("stepping inside accumulate()", True),))
 
 
 class Forward(IntEnum):
@@ -36,6 +37,17 @@ class Gradients(IntEnum):
     LOCAL = auto()  # a backward that followed no forward has added to this rank's
     REPORTED = auto()  # the same, and a warning says so
     INCOMPLETE = auto()  # a backward or a synchronization has failed, or is under way
+
+
+class Accumulated(IntEnum):
+    """What has run inside `accumulate()` since the last synchronization, without communication.
+
+    More replaces less.
+    """
+
+    NOTHING = auto()
+    FORWARD = auto()  # a training forward, whose backward may have reached no parameter here
+    GRADIENTS = auto()  # a backward
 
 
 class Unused:
@@ -104,11 +116,14 @@ class Steps:
         yet."""
         return self._params is not None and self._params.isdisjoint(params)
 
-    def add(self, params: set[int], settings: Settings) -> set[int]:
+    def add(self, params: set[int], settings: Settings, *, is_alone: bool) -> set[int]:
         """Adds a step of these parameters, by id, with these settings.
 
-        Returns all that have stepped since the last round.
+        It `is_alone` inside `accumulate()`: ranks that step so and ranks that average first would
+        not be in the same step. Returns all that have stepped since the last round.
         """
+        if is_alone and _ALONE not in self.settings:
+            self.settings += (_ALONE,)
         # Otherwise this is an optimizer inside one that has told its settings, or a further step.
         if not self._params or self._params.isdisjoint(params):
             self.settings += settings
@@ -144,6 +159,10 @@ class Progress:
         self.forward = Forward.NONE
         self.gradients = Gradients.SOUND
         self.has_accumulated = False  # since the last synchronization
+        self.accumulated = Accumulated.NOTHING
+        # by id, parameters that have stepped inside `accumulate()` on what has accumulated
+        self.stepped_alone: set[int] = set()
+        self.has_told_of_average = False  # before a step, outside of backward
         self.steps_in_shards = False  # a sharded optimizer steps, or is going to
         self.are_buffers_due = True  # before the next training forward, unless it continues a step
         self.unused = Unused()
@@ -161,6 +180,18 @@ class Progress:
         self.num_forwards += 1
         self.has_accumulated |= not synchronizes
         self.are_buffers_due = is_last
+        if not synchronizes:
+            self.accumulates(Accumulated.FORWARD)
+
+    def accumulates(self, more: Accumulated) -> None:
+        """Called when a training forward or a backward runs that only accumulates."""
+        self.accumulated = max(self.accumulated, more)
+        self.stepped_alone.clear()
+
+    def is_averaged(self) -> None:
+        """Called when nothing is left that has only accumulated."""
+        self.accumulated = Accumulated.NOTHING
+        self.stepped_alone.clear()
 
     def round_ends(self, *, has_failed: bool, is_last: bool) -> None:
         """Called after a round; gradients stay accumulated if it was not the last one of the step.
@@ -175,13 +206,21 @@ class Progress:
         self.steps.round_ends()
 
     def optimizer_steps(
-        self, params: set[int], settings: Settings, *, of: frozenset[int], has_closure: bool
+        self,
+        params: set[int],
+        settings: Settings,
+        *,
+        of: frozenset[int],
+        has_closure: bool,
+        is_alone: bool,
     ) -> None:
         """Called before an optimizer updates these parameters, by id, with these settings.
 
-        `of` are all that are trained.
+        `of` are all that are trained. A step inside `accumulate()` `is_alone`.
         """
-        stepped = self.steps.add(params, settings)
+        if is_alone:
+            self.stepped_alone |= params
+        stepped = self.steps.add(params, settings, is_alone=is_alone)
         # After a step with a closure, its backward is still to come.
         if self.forward is Forward.ENDED and stepped >= of and not has_closure:
             self.forward = Forward.NONE

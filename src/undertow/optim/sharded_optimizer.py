@@ -1,8 +1,7 @@
 """An optimizer whose state and work are sharded over ranks."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Self
@@ -10,23 +9,25 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from undertow.buckets.bucket import strides_of_gradient
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, listed, require
 from undertow.optim.clipping import clip_members
+from undertow.optim.inner_optimizer import InnerOptimizer, fingerprints_of, hyper_parameters
 from undertow.optim.state import (
-    ELEMENTWISE,
     MASTER,
+    MASTER_OF,
     NEED_WHOLE,
+    OF_EXACT,
     ParamState,
     gather_states,
-    part_of_state,
     updates_whole_parameters,
 )
-from undertow.sharded.bucket import FlatParams, ShardPart, in_memory_order
+from undertow.sharded.bucket import ShardPart
 from undertow.sharded.steps import Sharding
-from undertow.sync.gradient_sync import GradientSync, ZeroesWithoutReading, sync_of
+from undertow.sync.gradient_sync import GradientSync, sync_of
+from undertow.sync.zeroing import ZeroesWithoutReading
 from undertow.torch_private import private
 
 _TARGET = (
@@ -121,6 +122,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._inner: InnerOptimizer | None = None  # over this rank's parts
         # The rank of `consolidate_state_dict`, and the states there, until the next step.
         self._consolidated: tuple[int, dict[Tensor, ParamState]] | None = None
+        # Parameters that have stepped, or whose state was loaded: their exact values are saved even
+        # if the class keeps no other state.
+        self._stepped = WeakIdKeyDictionary()
+        # Parameters with loaded exact values, and their values then, until shards are laid out.
+        self._at_load: dict[Tensor, Tensor] = {}
         super().__init__(whole.param_groups, whole.defaults)
         self._grouped = [list(group["params"]) for group in self.param_groups]  # as they were taken
         # Texts, because a function or NaN does not equal its own copy.
@@ -155,6 +161,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             self._sync.finish()
+            ids, reader = set(map(id, params_of(self))), type(self).__name__
+            self._sync._engine.average_before_step(ids, reader=reader, is_sharded=True)
         self._consolidated = None
         numbers = self._sync._engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank
@@ -168,6 +176,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                     # On ranks without a part too: torch.distributed.checkpoint steps an optimizer
                     # that has no state.
                     self.state.setdefault(param, {})
+                    self._stepped[param] = None
         return loss
 
     @private.untraced
@@ -227,10 +236,12 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         If a parameter has a part, its state has the elements of the part, in one dimension. Any
         other state is whole.
         """
+        self._follow_writes_since_load()
         if self._inner is None:
-            return self._packed(self.state), {}
-        self._inner.follow(self.state)
-        return self._packed({**self.state, **self._inner.states()}), self._inner.parts
+            return self._packed(self._kept(self.state)), {}
+        self._inner.look(self.state)
+        found = self._kept({**self.state, **self._inner.states()})
+        return self._packed(found), self._inner.parts
 
     @private.untraced
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -287,6 +298,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         for number, param in zip(numbers, params_of(self), strict=True):
             if number in states:
                 self.state[param] = dict(states.pop(number))
+                self._stepped[param] = None
         require(
             not states,
             f"the state has an entry for {next(iter(states), None)!r}, which is not a parameter.",
@@ -295,11 +307,28 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             error=CheckpointError,
         )
         self._consolidated = None
-        if self._inner is not None:
+        if self._inner is None:
+            rounded = [param for param, state in self.state.items() if MASTER in state]
+            for param, fingerprint in zip(rounded, fingerprints_of(rounded), strict=True):
+                if self.state[param].get(MASTER_OF) == fingerprint:
+                    self._at_load[param] = param.detach().clone()
+        else:
             self._sync.wait()
             # Values may have been loaded into the parameters before.
             self._inner.sharding.follow_parameters()
             self._take_over(self._inner.sharding)
+
+    def _follow_writes_since_load(self) -> None:
+        """Takes over into loaded exact values what was written into parameters since, before there
+        are shards."""
+        for param, before in self._at_load.items():
+            state, present = self.state.get(param, {}), param.detach()
+            if MASTER not in state or torch.equal(present, before):
+                continue
+            exact, is_same = state[MASTER], present == before
+            state[MASTER] = torch.where(is_same.to(exact.device), exact, present.to(exact))
+            (state[MASTER_OF],) = fingerprints_of([param])
+            self._at_load[param] = present.clone()
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -338,7 +367,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             remedy="Save its state_dict(), called on every rank.",
         )
 
-    def _begin(self) -> "InnerOptimizer":
+    def _begin(self) -> InnerOptimizer:
         """Waits for everything in flight, and returns the optimizer over this rank's parts."""
         # Users may have put other parameters into the groups, or in another order.
         present = [list(map(id, group["params"])) for group in self.param_groups]
@@ -355,13 +384,16 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             if sharding is inner.sharding and not has_other_params:
                 return inner
             self._require_replacements()
-            inner.follow(self.state)
-            self.state.update(gather_states(inner.sharding, inner.states(is_moved=True)))
+            inner.look(self.state)
+            # Exact values of parameters without any other state move too.
+            self.state.update(gather_states(inner.sharding, inner.states()))
         return self._take_over(sharding)
 
-    def _take_over(self, sharding: Sharding) -> "InnerOptimizer":
+    def _take_over(self, sharding: Sharding) -> InnerOptimizer:
         """Makes an optimizer over this rank's parts in `sharding`, whose states are whole yet."""
-        self._inner = InnerOptimizer(self._make, self.param_groups, sharding)
+        self._follow_writes_since_load()
+        self._at_load.clear()
+        self._inner = InnerOptimizer(self._make, self.param_groups, sharding, self.optimizer_class)
         self._inner.optimizer.defaults = self.defaults  # follows changes that users make
         self._inner.follow(self.state)
         return self._inner
@@ -426,186 +458,31 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """
         inner = self._inner
         found: dict[Tensor, ParamState] = {}
+        self._follow_writes_since_load()
         if inner is not None:
             if inner.sharding.group.num_ranks > 1:
                 self._steps.require_open(
                     "Call state_dict() before close(); save_checkpoint() works afterwards too."
                 )
-            inner.follow(self.state)
-            found = gather_states(inner.sharding, inner.states(), keeps=keeps, device=device)
-        for param, state in self.state.items() if keeps else ():
-            is_whole = inner is None or param not in inner.parts
-            if is_whole and state.keys() - {MASTER}:
+            inner.look(self.state)
+            mine = self._kept(inner.states())
+            found = gather_states(inner.sharding, mine, keeps=keeps, device=device)
+        for param, state in self._kept(self.state).items() if keeps else ():
+            if inner is None or param not in inner.parts:
                 found[param] = state
         return found
 
+    def _kept(self, states: Mapping[Tensor, ParamState]) -> dict[Tensor, ParamState]:
+        """Returns the states to save, the same ones on every rank.
 
-@dataclass(slots=True, eq=False)
-class _Owned:
-    """This rank's part of one parameter, which has elements."""
-
-    param: Tensor
-    part: ShardPart
-    group: dict[str, Any]  # of the parameter, in the ShardedOptimizer
-    flat: FlatParams
-    # The tensor that the inner optimizer updates: in place, or of `flat.exact`. [part.numel], or of
-    # the parameter's shape if this rank owns all of it
-    target: Tensor
-    state: ParamState | None = None  # at the last look, the dict of both optimizers
-    # Loaded exact values of a parameter that is updated in place from now on, and the values that
-    # it had then. They take effect in a step, because ranks gather after it.
-    loaded: tuple[Tensor, Tensor] | None = None
-
-    def load(self, exact: Tensor) -> None:
-        """Takes over exact values, after the parameter was loaded."""
-        if self.flat.exact is None:
-            self.loaded = exact, self.target.clone()
-        else:
-            if self.part.owner is not None:
-                exact = in_memory_order(exact, self.target.stride())
-            self.flat.accept(self.part, exact)
-
-    def use_loaded(self, exact: Tensor, before: Tensor) -> None:
-        """Called in a step: updates in place begin with the loaded `exact` values, except for
-        values that were written since, which differ from those `before`."""
-        self.target.copy_(torch.where(self.target == before, exact, self.target))
-        self.loaded = None
-
-    def exact(self) -> Tensor | None:
-        """Returns the values that ranks do not hold as they are, if there are any."""
-        if self.loaded is not None:
-            return self.loaded[0]
-        return None if self.flat.exact is None else self.target
-
-
-class InnerOptimizer:
-    """An optimizer of the user's class over this rank's parts of the parameters in `groups`.
-
-    `sharding` lays the parameters out.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-        groups: Sequence[dict[str, Any]],
-        sharding: Sharding,
-    ) -> None:
-        self.sharding = sharding
-        self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
-        self.owned: list[_Owned] = []  # those with elements
-        params = chain.from_iterable(group["params"] for group in groups)
-        present = [sharding.parts[param].bucket for param in params if param in sharding.parts]
-        self._flats = [sharding.flats[bucket] for bucket in dict.fromkeys(present)]
-        self._follow_writes()
-        # Groups with parts on this rank, by their place: torch makes no group without parameters.
-        inner_groups: dict[int, dict[str, Any]] = {}
-        for place, group in enumerate(groups):
-            targets = []
-            for param in group["params"]:
-                part = sharding.parts.get(param)
-                if part is None:
-                    continue
-                self.parts[param] = part
-                if part.numel == 0:
-                    continue
-                flat = sharding.flats[part.bucket]
-                if flat.exact is None:
-                    target = part.of_bucket(flat.flat)
-                else:
-                    target = part.of_shard(flat.exact)
-                if part.owner is not None:
-                    target = target.as_strided(param.shape, strides_of_gradient(param))
-                self.owned.append(_Owned(param, part, group, flat, target))
-                targets.append(target)
-            if targets:
-                inner_groups[place] = {**hyper_parameters(group), "params": targets}
-        self._places = list(inner_groups)
-        self._elsewhere = [param for param, part in self.parts.items() if part.numel == 0]
-        # Without a part none steps, and the constructor of the user's class may look at parameters.
-        found = list(inner_groups.values())
-        self.optimizer = make(found) if found else torch.optim.SGD([{"params": []}])
-
-    def follow(self, states: dict[Tensor, ParamState]) -> None:
-        """Takes over the states that were loaded or that users have set or deleted; each becomes
-        the dict that the inner optimizer has, and empty without a part."""
-        inner = self.optimizer.state
-        for owned in self.owned:
-            state = states.get(owned.param)
-            if state is owned.state:
-                continue
-            owned.state = None
-            inner.pop(owned.target, None)
-            if state is None:
-                continue
-            mine = part_of_state(state, owned.param, owned.part, owned.group)
-            master = mine.pop(MASTER, None)
-            # A narrower `master` went through a plain optimizer, which narrows it
-            # and then does not update it along with the parameter.
-            if master is not None and state[MASTER].dtype == master.dtype:
-                owned.load(master)
-            inner[owned.target] = states[owned.param] = owned.state = mine
-        for param in self._elsewhere:
-            if states.get(param):
-                states[param] = {}
-
-    def step(self, groups: Sequence[dict[str, Any]], states: dict[Tensor, ParamState]) -> None:
-        """Steps with these groups' hyper-parameters, as schedulers and users left them."""
-        self.follow(states)
-        for place, group in zip(self._places, self.optimizer.param_groups, strict=False):
-            for name, value in hyper_parameters(groups[place]).items():
-                group[name] = value.clone() if isinstance(value, Tensor) else value
-        grads = self.sharding.gradients([owned.param for owned in self.owned])
-        for owned, grad in zip(self.owned, grads, strict=True):
-            if owned.loaded is not None:
-                owned.use_loaded(*owned.loaded)
-            if grad is not None and owned.part.owner is not None:
-                grad = grad.as_strided(owned.target.shape, owned.target.stride())
-            owned.target.grad = None if grad is None else grad.to(owned.target.dtype)
-        self._follow_writes()
-        inner = self.optimizer.state
-        try:
-            # Hooks of the user's optimizer run around the whole step, not here.
-            if self.owned and type(self.optimizer) in ELEMENTWISE:
-                private.step_unwatched(self.optimizer)
-            elif self.owned:
-                self._step_as_agreed()
-        finally:
-            for owned in self.owned:
-                owned.target.grad = None
-                if owned.state is None and owned.target in inner:
-                    owned.state = states[owned.param] = inner[owned.target]
-
-    def _step_as_agreed(self) -> None:
-        """Raises ConfigError if the step of a class that may do anything has changed settings."""
-        before = list(map(hyper_parameters, self.optimizer.param_groups))
-        private.step_unwatched(self.optimizer)
-        cls = type(self.optimizer).__name__
-        require(
-            list(map(hyper_parameters, self.optimizer.param_groups)) == before,
-            f"{cls} cannot be sharded: its step changes the settings of a parameter group.",
-            where="ShardedOptimizer.step",
-            remedy="Ranks would not agree on them. Use this optimizer without sharding.",
-        )
-
-    def _follow_writes(self) -> None:
-        for flat in self._flats:
-            if flat.exact is not None:
-                flat.follow_writes()
-
-    def states(self, *, is_moved: bool = False) -> dict[Tensor, ParamState]:
-        """Returns the state of each part that has one, with its fp32 values.
-
-        If state moves, also fp32 values alone.
+        Not the exact values of a parameter that has never stepped: a plain optimizer would take
+        them for a state.
         """
-        found: dict[Tensor, ParamState] = {}
-        for owned in self.owned:
-            state = dict(self.optimizer.state.get(owned.target, {}))
-            exact = owned.exact()
-            if exact is not None and (is_moved or state):
-                state[MASTER] = exact
-            if state:
-                found[owned.param] = state
-        return found
+        return {
+            param: state
+            for param, state in states.items()
+            if state.keys() - OF_EXACT or (param in self._stepped and param in self.state)
+        }
 
 
 def _copy_of(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -614,11 +491,6 @@ def _copy_of(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torc
     vars(made).update(vars(whole), state=defaultdict(dict), param_groups=groups)
     vars(made).pop("step", None)  # by schedulers, of the whole one
     return made
-
-
-def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a parameter group, without its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _require_arguments(cls: object, sync: GradientSync, params: ParamGroups | None) -> None:

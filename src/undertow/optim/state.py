@@ -5,7 +5,7 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,16 @@ from undertow.sharded.steps import Sharding
 ParamState = dict[str, Any]
 
 MASTER = "master"  # the fp32 values of a 16-bit parameter, stored next to the optimizer's own state
-# Keys of torch's optimizers that belong to a whole parameter, not to its elements.
-OF_THE_WHOLE = {"step", "eta", "mu", "mu_product"}
+# The fingerprint of the parameter's values that `MASTER` belongs to: if the parameter has other
+# values, somebody has written them, and they count.
+MASTER_OF = "master_of"
+OF_EXACT = frozenset([MASTER, MASTER_OF])
+_STEP = frozenset(["step"])
+# Keys of torch's classes that belong to a whole parameter, not to its elements.
+_OF_THE_WHOLE: dict[type[torch.optim.Optimizer], frozenset[str]] = {
+    torch.optim.ASGD: _STEP | {"eta", "mu"},
+    torch.optim.NAdam: _STEP | {"mu_product"},
+}
 
 _TENSOR, _SCALAR, _VALUE = "tensor", "scalar tensor", "value"
 
@@ -123,13 +131,34 @@ def _why_not_sent(own: Mapping[int, Mapping[str, list[Any]]], plan: Plan) -> str
     return ""
 
 
+def is_of_the_whole(
+    key: str, value: Tensor, param: Tensor, cls: type[torch.optim.Optimizer]
+) -> bool:
+    """Returns True if an entry of a state belongs to the whole parameter, such as a count of steps,
+    and not to its elements.
+
+    The key tells it for torch's classes. For any other class it tells only if neither the entry nor
+    the parameter has a dimension.
+    """
+    if value.dim() == 0 and param.dim() > 0:
+        return True
+    if cls in ELEMENTWISE:
+        return key in _OF_THE_WHOLE.get(cls, _STEP)
+    return value.dim() == 0 and key in _STEP
+
+
 def part_of_state(
-    state: Mapping[str, Any], param: Tensor, part: ShardPart, group: Mapping[str, Any]
+    state: Mapping[str, Any],
+    param: Tensor,
+    part: ShardPart,
+    group: Mapping[str, Any],
+    *,
+    cls: type[torch.optim.Optimizer],
 ) -> ParamState:
     """Returns a copy of a parameter's state for the elements of `part`, in Undertow's dtypes.
 
     Tensors of the parameter's shape are cut, unless one rank owns all of it. Other tensors of one
-    dimension have the elements of the part already.
+    dimension have the elements of the part already. `cls` is the class of the optimizer.
     """
     is_cut = part.owner is None
     found: ParamState = {}
@@ -137,14 +166,14 @@ def part_of_state(
         if not isinstance(value, Tensor):
             found[key] = copy.deepcopy(value)
             continue
-        if is_cut and value.shape == param.shape and key not in OF_THE_WHOLE:
-            flat = in_memory_order(value, strides_of_gradient(param))
-            value = flat[part.start : part.stop]
-        elif value.dim() == 0 or key in OF_THE_WHOLE:
+        if is_of_the_whole(key, value, param, cls):
             # As torch's optimizers do: a checkpoint does not record the device.
             is_on_device = group.get("capturable") or group.get("fused")
             found[key] = value.to(param.device if is_on_device else value.device, copy=True)
             continue
+        if is_cut and value.shape == param.shape:
+            flat = in_memory_order(value, strides_of_gradient(param))
+            value = flat[part.start : part.stop]
         dtype = value.dtype
         if dtype == param.dtype:
             # A plain optimizer keeps the state of a 16-bit parameter in 16 bits.
@@ -249,27 +278,41 @@ def _gather_owned(
     assert bucket.owners is not None
     group = sharding.group
     for index, owner in zip(bucket.params, bucket.owners, strict=True):
-        param, strides = sharding.params[index], sharding.strides[index]
-        for key, (kind, dtype, *shape) in sorted(described.get(index, {}).items()):
+        param = sharding.params[index]
+        for key, (kind, dtype, *form) in sorted(described.get(index, {}).items()):
             if kind != _TENSOR:
                 continue
             values = torch.empty(
-                math.prod(shape), dtype=getattr(torch, dtype), device=bucket.device
+                math.prod(form[0]), dtype=getattr(torch, dtype), device=bucket.device
             )
             if group.rank == owner:
-                values.copy_(_elements(_kept(mine[param][key]), param, strides))
+                values.copy_(_elements(_kept(mine[param][key])))
             if group.num_ranks > 1:
                 name = sharding.plan.params[index].name
                 group.broadcast(values, f"the state of {name!r}", source=owner).wait()
             if index in whole:
-                _elements(whole[index][key], param, strides).copy_(values)
+                _elements(whole[index][key]).copy_(values)
 
 
-def _elements(value: Tensor, param: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Returns the elements of a state, in memory order if it has the parameter's shape."""
-    if value.shape == param.shape:
-        return in_memory_order(value, strides)
-    return value.contiguous().view(-1)
+def _elements(value: Tensor) -> Tensor:
+    """Returns the elements of a state in the order of its memory; a view if it has no gaps."""
+    return in_memory_order(value, strides_of_gradient(value))
+
+
+def axes_in_memory(value: Tensor) -> list[int]:
+    """Returns the axes of a tensor in the order of its memory, the outermost first."""
+    if value.layout is not torch.strided:
+        return list(range(value.dim()))
+    strides = strides_of_gradient(value)
+    return sorted(range(value.dim()), key=lambda axis: -strides[axis])
+
+
+def room_in_order(
+    shape: Sequence[int], axes: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Returns a new tensor without gaps whose axes have this order in memory."""
+    outermost_first = torch.empty([shape[axis] for axis in axes], dtype=dtype, device=device)
+    return outermost_first.permute([axes.index(axis) for axis in range(len(axes))])
 
 
 def _agreed_descriptions(
@@ -306,13 +349,14 @@ def _agreed_descriptions(
 def description(value: Any, *, is_part: bool = False) -> list[Any]:
     """Returns an entry of a state as JSON, without the elements of tensors.
 
-    Without the shape if it is of a part, whose length differs from rank to rank.
+    Without shape and order of axes if it is of a part, whose length differs from rank to rank.
     """
     if not isinstance(value, Tensor):
         return [_VALUE, value]
     dtype = str(value.dtype).removeprefix("torch.")
     if value.dim():
-        return [_TENSOR, dtype, *(() if is_part else value.shape)]
+        form = [] if is_part else [[*value.shape], axes_in_memory(value)]
+        return [_TENSOR, dtype, *form]
     return [_SCALAR, dtype, value.item(), value.device.type]
 
 
@@ -324,8 +368,9 @@ def _room(
     if kind == _VALUE:
         return value
     dtype = getattr(torch, value)
-    if kind == _TENSOR and rest not in ([], [*param.shape]):
-        return torch.empty(rest, dtype=dtype, device=device or param.device)
+    if kind == _TENSOR and rest not in ([], [[*param.shape], axes_in_memory(param)]):
+        shape, axes = rest
+        return room_in_order(shape, axes, dtype, device or param.device)
     if kind == _TENSOR:
         return torch.empty_strided(param.shape, strides, dtype=dtype, device=device or param.device)
     number, place = rest

@@ -174,6 +174,7 @@ class FlatParams:
             self.exact = self._own.to(wide, copy=True)
         # the shard as all ranks have it, if differences travel
         self._held = None if self.parcel is None else self._own.clone()
+        self._gaps = [] if self.parcel is None else _gaps_in(self.flat, bucket.slots, shard)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -190,6 +191,16 @@ class FlatParams:
             own = slice(slot.part.start, slot.part.stop)
             slot.read(own if self.parcel is None else slice(None))
 
+    @torch.no_grad()
+    def read_moved(self) -> None:
+        """Reads this rank's part of parameters that lie in other memory by now, and leaves them
+        there."""
+        for slot in self._slots:
+            param, part = slot.param, slot.part
+            is_there = param.data_ptr() == slot.memory.data_ptr()
+            if not is_there and param.numel() == slot.memory.numel():
+                slot.read(slice(part.start, part.stop))
+
     def follow_writes(self) -> None:
         """Takes values over into `exact` that were written into this rank's shard from outside,
         such as by a load."""
@@ -200,7 +211,7 @@ class FlatParams:
             self._held.copy_(self._own)
 
     def accept(self, part: ShardPart, exact: Tensor) -> None:
-        """Takes over loaded values of a part of `exact`, whose parameter has been loaded before."""
+        """Takes over loaded values of a part of `exact`, which belong to the parameter's values."""
         assert self.exact is not None  # else there is nothing to load
         part.of_shard(self.exact).copy_(exact)
         if self._held is not None:
@@ -224,10 +235,27 @@ class FlatParams:
         All of `flat` must be there.
         """
         if self._held is not None:
+            for gap in self._gaps:
+                gap.zero_()
             self._held.copy_(self._own)
         with private.as_plain_tensors():  # the parameters are in flight until this returns
             for slot in self._apart:
                 slot.write()
+
+
+def _gaps_in(flat: Tensor, slots: Sequence[Slot], shard: range) -> list[Tensor]:
+    """Returns views of the elements of a shard that belong to no parameter.
+
+    A format leaves NaN there after a block with NaN, and the next scale would be NaN too.
+    """
+    starts = [shard.start, *(slot.stop for slot in slots)]
+    stops = [*(slot.start for slot in slots), shard.stop]
+    gaps = []
+    for start, stop in zip(starts, stops, strict=True):
+        first, last = max(start, shard.start), min(stop, shard.stop)
+        if first < last:
+            gaps.append(flat[first:last])
+    return gaps
 
 
 def _part_of(bucket: Bucket, slot: Slot, shard: range, owner: int | None) -> ShardPart:

@@ -133,10 +133,11 @@ class Sharding(Layout):
             self.flats[bucket].follow()
 
     @torch.no_grad()
-    def adopt_gradients(self) -> None:
-        """Replaces whole gradients, which are the same on every rank, by placeholders.
+    def adopt_gradients(self, own: Collection[int] = ()) -> None:
+        """Replaces whole gradients by placeholders; a single rank keeps them.
 
-        A single rank keeps them.
+        Gradients are the same on every rank, except those of the parameters in `own`, by id: they
+        are this rank's own, and the next synchronization reduces them.
         """
         if not self.buckets:
             return
@@ -145,6 +146,10 @@ class Sharding(Layout):
                 continue
             param, placeholder = self.params[index], self._placeholders[index]
             part = self.parts[param]
+            if id(param) in own:
+                placeholder.bind_to(param)
+                placeholder.is_cleared, placeholder.added = True, grad
+                continue
             values = in_memory_order(self.group.hardware.keep(grad), self.strides[index])
             placeholder.part.copy_(values[part.start : part.stop])
             placeholder.bind_to(param)
@@ -420,8 +425,13 @@ class ShardedSteps:
             if self._groups.num_ranks > 1 and module is not None and not self._is_compiled:
                 self._hooks = wait_before_forwards(module, sharding.gathers)
         sharding.follow_parameters(None if stepper is None else self._numbers[id(stepper)])
-        sharding.adopt_gradients()
+        sharding.adopt_gradients(self._own_gradients())
         return sharding
+
+    def _own_gradients(self) -> set[int]:
+        """Returns the parameters, by id, with gradients that are not averaged yet."""
+        hooks = self._engine.current_plan.hooks
+        return hooks.ids_of(hooks.arrived_before)
 
     def _lay_out(self) -> Sharding:
         """Cuts the parameters, and the gradients that were reduced whole, into shards."""
@@ -445,10 +455,11 @@ class ShardedSteps:
             for _, param in named_params:
                 param.grad = self.sharding.full_gradient(param)
         compiled, plan = current_plan.compiled, current_plan.shard_plan(updates)
+        not_averaged = self._own_gradients()
         own = compiled.own_gradients() if current_plan.is_active else {}
         sharding = Sharding(plan, compiled.params, self._strategy, self._groups, compiled.recorder)
         current_plan.follow_layout(plan, sharding)
-        sharding.adopt_gradients()
+        sharding.adopt_gradients(not_averaged)
         sharding.reduce_again(own)
         self._are_changed = False
         return sharding

@@ -26,13 +26,9 @@ from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.agreed_errors import require_outside_of_backward
-from undertow.engine.checks import Arguments, NonFinite
+from undertow.engine.checks import Arguments, NonFinite, after_closure
 from undertow.engine.engine import Engine, SiblingEngines
-from undertow.engine.hooks import (
-    earlier_watchers,
-    is_outermost_forward,
-    is_watched,
-)
+from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward, Gradients, params_of, settings_of
 from undertow.engine.tuning import why_fixed
@@ -44,10 +40,7 @@ from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP
-from undertow.sharded.steps import (
-    ShardedSteps,
-    full_gradient,
-)
+from undertow.sharded.steps import ShardedSteps, full_gradient
 from undertow.sync.dropped import let_go, warn_of_late_backward
 from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
@@ -59,16 +52,6 @@ from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 
 T = TypeVar("T")
-
-
-class ZeroesWithoutReading:
-    """Gives a module or an optimizer a `zero_grad` that waits for no parameter, because None needs
-    none of their values."""
-
-    @private.untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        with private.as_plain_tensors() if set_to_none else contextlib.nullcontext():
-            super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module or optimizer
 
 
 class GradientSync:
@@ -247,7 +230,9 @@ class GradientSync:
     def accumulate(self) -> Iterator[None]:
         """Context that makes backward only accumulate gradients.
 
-        The next backward outside of it synchronizes their sum.
+        The next backward outside of it synchronizes their sum. If none follows, a step outside of
+        it does. A step inside of it is on this rank's own gradients; with a sharded optimizer it
+        raises PhaseError.
         """
         if self._is_closed:  # checked before the call, which every micro-batch would pay for
             self._require_open("accumulate()")
@@ -770,26 +755,40 @@ class GradientSync:
         if engine.is_closed or not engine.current_plan.owns_any(params):
             return None
         sync._require_stepper(optimizer)
-        engine.finish_before_step(params)
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        reader = type(optimizer).__name__
+        engine.finish_before_step(params, reader=None if has_closure else reader)
+        # With a closure, the backward is still to come.
+        average = partial(
+            engine.average_before_step,
+            params,
+            reader=reader,
+            is_sharded=sync._steps is not None,
+        )
+        if not has_closure:
+            average()
         if sync._steps is not None and not steps:
             sync._steps.begin(optimizer)  # scalers unscale shards in every step, with the same bits
-        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        # With a closure, the backward is still to come.
         if not has_closure and engine.progress.gradients is not Gradients.SOUND:
-            engine.require_sound_gradients(params, reader=type(optimizer).__name__)
+            engine.require_sound_gradients(params, reader=reader)
         if not steps:
             return None
         current_plan = engine.current_plan
         settings = settings_of(optimizer, current_plan.members.names, current_plan.hooks.ids)
         engine.progress.optimizer_steps(
-            params, settings, of=current_plan.hooks.ids, has_closure=has_closure
+            params,
+            settings,
+            of=current_plan.hooks.ids,
+            has_closure=has_closure,
+            is_alone=engine.is_accumulating,
         )
+        if sync._steps is not None:
+            return None  # it asks for the rest itself, after its closure
+        changed: Arguments | None = None
+        if has_closure and current_plan.is_active:
+            changed = args, kwargs = after_closure(args, kwargs, average)
         numbers: NonFinite = engine.checks.numbers
-        return (
-            numbers.before_step(optimizer, args, kwargs)
-            if numbers.is_on and sync._steps is None
-            else None
-        )
+        return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
 
 
 def _add_outer(sync: GradientSync, all_ranks: OwnGroup) -> OuterSync:

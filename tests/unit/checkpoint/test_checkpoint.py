@@ -388,3 +388,43 @@ def test_a_checkpoint_of_torchs_format_is_refused_with_the_way_out(tmp_path: Pat
     assert text_of(CheckpointError, lambda: save_checkpoint(path, nn.Linear(1, 1))).startswith(
         ".metadata is not part of a checkpoint"
     )
+
+
+def with_turned_states(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """States as a factorization leaves them, by columns, and one of a parameter whose memory has channels last."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        optimizer.state[param] = {
+            "momentum_buffer": torch.randn(param.shape[::-1]).permute(*reversed(range(param.dim()))),
+            "like": torch.randn_like(param),
+            "factors": [torch.randn(4, 2).T, torch.randn(2, 4)],
+        }
+    return model, optimizer
+
+
+def test_states_keep_the_order_of_their_axes_in_memory(tmp_path: Path) -> None:
+    model, optimizer = with_turned_states(1)
+    save_checkpoint(tmp_path / "turned", model, optimizer)
+    other, loaded = with_turned_states(2)
+    load_checkpoint(tmp_path / "turned", other, loaded)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        first, second = optimizer.state[one], loaded.state[two]
+        pairs = [(first[key], second[key]) for key in ("momentum_buffer", "like")]
+        for a, b in [*pairs, *zip(first["factors"], second["factors"], strict=True)]:
+            assert torch.equal(a, b)
+            assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("axes", ["[0]", "[0, 0]", "[1.0, 0]", "7", '"10"', "[1, 2]", "null"])
+def test_an_order_of_axes_that_is_none_is_refused(tmp_path: Path, axes: str) -> None:
+    path = tmp_path / "turned"
+    save_checkpoint(path, *with_turned_states(1))
+    with safe_open(path / STATE, framework="pt") as file:
+        texts = file.metadata()
+    assert texts["0.weight/momentum_buffer[axes]"] == "[1, 0]"
+    texts["0.weight/momentum_buffer[axes]"] = axes
+    save_file(load_file(path / STATE), path / STATE, texts)
+    text = text_of(CheckpointError, lambda: load_checkpoint(path, *with_turned_states(2)))
+    assert "do not have the order of axes of 'momentum_buffer' of '0.weight'" in text

@@ -14,8 +14,11 @@ from support.examples import EXAMPLES
 from support.one_process import ranks_of
 from support.programs import run
 
-# Two graphs of gradients on two threads change the same list of filters.
-pytestmark = pytest.mark.filterwarnings("ignore:Using backward")
+# Two ranks on two threads change the same list of filters.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using backward"),
+    pytest.mark.filterwarnings("ignore:an optimizer steps on gradients that were not averaged"),
+]
 
 
 @pytest.fixture(autouse=True)

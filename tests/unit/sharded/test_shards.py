@@ -11,7 +11,7 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow import ShardedGradientError
 from undertow.plan import plan_from_groups
-from undertow.sharded.bucket import FlatParams, GradientPlaceholder
+from undertow.sharded.bucket import FlatParams, GradientPlaceholder, _gaps_in
 from undertow.torch_private import private
 
 
@@ -31,6 +31,17 @@ def test_a_rank_without_others_to_gather_from_keeps_no_second_copy_of_its_parame
     ranks = {"rank": 0, "num_ranks": num_ranks, "num_shards": 1}
     flat = FlatParams(bucket, [nn.Parameter(torch.ones(1024))], param_wire="int8", **ranks)
     assert (flat.exact, flat.parcel) == (None, None)
+
+
+def test_nan_does_not_stay_between_parameters() -> None:
+    specs = [spec("one", 520), spec("other", 600)]
+    (bucket,) = plan_from_groups(specs, ((0, 1),), num_ranks=1, block=512).buckets
+    params = [nn.Parameter(torch.ones(each.numel)) for each in specs]
+    flat = FlatParams(bucket, params, rank=0, num_ranks=1, num_shards=1)
+    gaps = _gaps_in(flat.flat, bucket.slots, range(bucket.numel))
+    covered = sorted([*((gap.storage_offset(), gap.numel()) for gap in gaps), *((it.start, it.numel) for it in bucket.slots)])
+    assert [start + numel for start, numel in covered] == [*(start for start, _ in covered[1:]), bucket.numel]
+    assert sum(gap.numel() for gap in gaps) == bucket.numel - 1120
 
 
 REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with model.full_gradient(param), or zero_grad() first."
