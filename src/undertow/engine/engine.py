@@ -408,6 +408,7 @@ class Engine:
         if not ended.has_failed:
             hooks.arrived_before.clear()
             current_plan.is_stale = True
+        ended.compiled.reducer.lost.round_ends()
         if self.checks.numbers.is_on:
             self.checks.numbers.round_ends(ended, plan)
         if found.readings or found.taken:

@@ -27,6 +27,7 @@ from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.tuning import Present
 from undertow.errors import ReplicaMismatch, UndertowError
 from undertow.plan import Bucket, Plan, signature_of
+from undertow.ranks.dither import Turns
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import (
     Op,
@@ -78,6 +79,7 @@ class CompiledPlan:
         self.layout = Layout(reducer.group) if layout is None else layout
         self.generation = 0
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
+        self.turns = Turns() if before is None else before.turns
         if before is not None:
             self.generation = before.generation + 1
             self.snapshots += before.snapshots
@@ -144,6 +146,9 @@ class CompiledPlan:
             self.reducer.finite.begin()
         # In case no forward has. Autograd detects most parameters that were read too early.
         self.layout.wait_for_parameters()
+        if is_synchronized and any(self.plan.wires):
+            self.turns.advance(self.params)
+            self.reducer.lost.begin()
         if not self.snapshots or not is_synchronized:
             return []
         there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]
@@ -472,6 +477,7 @@ class Round:
         bucket.launch(
             keeps_own=self.terms.keeps_own,
             is_discarded=self.has_failed or self.kind is RoundKind.RETIRE,
+            turn=self.compiled.turns.now,
         )
         recorder = self.compiled.recorder
         # At the end of the backward of one model, a single bucket is waited for at once: the end of
