@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.errors import text_of
-from support.inside import exchanges_of
+from support.inside import Stage, Turn, exchanges_of, turn_of, turn_of_experts
 from support.mixture import MATCH, experts_group
 from support.models import CASES, Wide, noise
 from support.naive import wrapped
-from support.outer import sent
+from support.outer import offsets, sent
 from support.ranks import in_ranks
 from support.sharded import (
     hybrid,
@@ -42,11 +42,21 @@ def of_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Ten
     return found
 
 
-def mean_as_sent(values: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Tensor:
+def sum_as_sent(
+    values: Tensor, name: str, turn: Turn, group: dist.ProcessGroup | None = None, stage: Stage = Stage.OWN
+) -> Tensor:
     total = torch.zeros_like(values)
-    for of_rank in of_ranks(values, group):
-        total += sent(of_rank, name)
-    return total / dist.get_world_size(group)
+    for rank, of_rank in enumerate(of_ranks(values, group)):
+        total += sent(of_rank, name, offsets(name, turn, stage, rank))
+    return total
+
+
+def mean_as_sent(values: Tensor, name: str, turn: Turn, group: dist.ProcessGroup | None = None) -> Tensor:
+    return sum_as_sent(values, name, turn, group) / dist.get_world_size(group)
+
+
+def mean_as_returned(mean: Tensor, name: str, turn: Turn) -> Tensor:
+    return sent(mean, name, offsets(name, turn, Stage.MEAN))
 
 
 def largest(values: Tensor) -> float:
@@ -68,11 +78,13 @@ def own_gradients(model: nn.Module, *numbers: int) -> dict[str, Tensor]:
 def test_gradients_arrive_as_the_mean_of_encoded_values(wire: str, strategy: str) -> None:
     with training(Wide(), strategy, "SGD", wire=wire) as (ddp, opt):
         for number in range(4):
-            wanted = {name: mean_as_sent(grad, wire) for name, grad in own_gradients(ddp.module, number).items()}
-            if strategy == "ddp" or number == 0:  # whole gradients: the mean is encoded again
-                wanted = {name: sent(mean, wire) for name, mean in wanted.items()}
+            grads = own_gradients(ddp.module, number)
             opt.zero_grad()
             WIDE.loss(ddp, number).backward()
+            turn = turn_of(ddp)
+            wanted = {name: mean_as_sent(grad, wire, turn) for name, grad in grads.items()}
+            if strategy == "ddp" or number == 0:  # whole gradients: the mean is encoded again
+                wanted = {name: mean_as_returned(mean, wire, turn) for name, mean in wanted.items()}
             for name, param in ddp.module.named_parameters():
                 assert torch.equal(ddp.full_gradient(param), wanted[name]), (name, number)
             opt.step()
@@ -96,6 +108,13 @@ def test_ranks_are_equal_after_every_step_and_every_plan_has_the_same_bits(wire:
         require_equal(*(trained(WIDE, num_steps=6, each=each, wire=wire, **way, **plan) for plan in PLANS), what=str(way))
 
 
+def sum_over(values: Tensor, name: str | None, turn: Turn, group: dist.ProcessGroup, stage: Stage) -> Tensor:
+    if name is not None:
+        return sum_as_sent(values, name, turn, group, stage)
+    first, *others = of_ranks(values, group)
+    return sum(others, start=first.clone())
+
+
 @in_ranks(4)
 @pytest.mark.parametrize("wires", [(None, "int8"), ("bfloat16", "int8"), ("int8", None)], ids=str)
 def test_each_axis_of_a_mesh_may_have_its_own_format(wires: tuple[str | None, str | None]) -> None:
@@ -109,11 +128,10 @@ def test_each_axis_of_a_mesh_may_have_its_own_format(wires: tuple[str | None, st
             for name, param in ddp.module.named_parameters() if number else ():
                 if param.numel() < 512:
                     continue  # in full width for both
-                of_row = of_ranks(grads[name] if inside is None else sent(grads[name], inside), rows[0])
-                total = sum(of_row[1:], start=of_row[0].clone()) / 4
-                of_rows = of_ranks(total if across is None else sent(total, across), rows[1])
-                mean = sum(of_rows[1:], start=of_rows[0].clone())
-                wanted = mean if across is None else sent(mean, across)
+                turn = turn_of(ddp)
+                total = sum_over(grads[name], inside, turn, rows[0], Stage.OWN) / 4
+                mean = sum_over(total, across, turn, rows[1], Stage.ACROSS)
+                wanted = mean if across is None else mean_as_returned(mean, across, turn)
                 assert torch.equal(ddp.full_gradient(param), wanted), (name, number)
             opt.step()
             ddp.wait()
@@ -163,13 +181,14 @@ def test_the_sum_of_micro_batches_is_encoded_once(strategy: str) -> None:
     with training(Wide(), strategy, "SGD", wire="int8") as (ddp, opt):
         for number in range(3):
             grads = own_gradients(ddp.module, 2 * number, 2 * number + 1)
-            wanted = {name: mean_as_sent(grad, "int8") for name, grad in grads.items()}
-            if strategy == "ddp" or number == 0:
-                wanted = {name: sent(mean, "int8") for name, mean in wanted.items()}
             opt.zero_grad()
             with ddp.no_sync():
                 WIDE.loss(ddp, 2 * number).backward()
             WIDE.loss(ddp, 2 * number + 1).backward()
+            turn = turn_of(ddp)
+            wanted = {name: mean_as_sent(grad, "int8", turn) for name, grad in grads.items()}
+            if strategy == "ddp" or number == 0:
+                wanted = {name: mean_as_returned(mean, "int8", turn) for name, mean in wanted.items()}
             for name, param in ddp.module.named_parameters():
                 assert torch.equal(ddp.full_gradient(param), wanted[name]), (name, number)
             opt.step()
@@ -206,7 +225,9 @@ def test_a_rank_without_data_adds_zeros() -> None:
             WIDE.loss(ddp, number).backward()
             mine = own_gradients(ddp.module, number)["block"]
             if number == dist.get_world_size() - 1:  # the last rank is alone
-                assert torch.equal(ddp.module.block.grad, sent(sent(mine, "int8") / dist.get_world_size(), "int8"))
+                turn = turn_of(ddp)
+                own = sent(mine, "int8", offsets("int8", turn, Stage.OWN, dist.get_rank()))
+                assert torch.equal(ddp.module.block.grad, mean_as_returned(own / dist.get_world_size(), "int8", turn))
 
 
 class Routed(nn.Module):
@@ -233,8 +254,9 @@ def test_experts_travel_in_the_format_over_their_own_ranks() -> None:
                 (ddp.module.dense, bare.dense, dist.group.WORLD),
                 (ddp.module.experts[0], bare.experts[0], group),
             ):
-                mean = mean_as_sent(param.weight.grad, "int8", ranks)
-                assert torch.equal(mine.weight.grad, sent(mean, "int8"))
+                turn = turn_of(ddp) if ranks is dist.group.WORLD else turn_of_experts(ddp)
+                mean = mean_as_sent(param.weight.grad, "int8", turn, ranks)
+                assert torch.equal(mine.weight.grad, mean_as_returned(mean, "int8", turn))
 
 
 @dataclass(frozen=True)
@@ -242,6 +264,8 @@ class Halves:
     """A toy: fp16 with another block."""
 
     block: int = 64
+    least: float = 2.0**-25
+    is_dithered: bool = False
     largest: float = 65504.0
     coding_us_per_mb: float = 1.0
     bucket_us: float = 0.0
@@ -249,7 +273,7 @@ class Halves:
     def num_bytes(self, numel: int) -> int:
         return 2 * numel
 
-    def encode(self, values: Tensor, message: Tensor) -> None:
+    def encode(self, values: Tensor, message: Tensor, _dither: Tensor | None = None) -> None:
         message.view(torch.float16).copy_(values)
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:

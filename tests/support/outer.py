@@ -9,11 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from support.inside import Stage, Turn
 from undertow import DistributedDataParallel, Outer, SyncConfig
 from undertow.wire import WIRES
 
 
-def sent(values: Tensor, name: str | None) -> Tensor:
+def offsets(name: str | None, turn: Turn, stage: Stage, rank: int = 0) -> Tensor | None:
+    """Returns the offsets that a format adds before it rounds; None if it adds none."""
+    if name is None or not WIRES[name].is_dithered:
+        return None
+    return turn.offsets(WIRES[name].block, stage, rank=rank, device=torch.device("cpu"))
+
+
+def sent(values: Tensor, name: str | None, dither: Tensor | None = None) -> Tensor:
     """Returns the values of a parameter as they arrive in a format."""
     if name is None or values.numel() < WIRES[name].block:
         return values.clone()
@@ -21,7 +29,7 @@ def sent(values: Tensor, name: str | None) -> Tensor:
     padded = torch.zeros(-(-flat.numel() // wire.block) * wire.block)
     padded[: flat.numel()] = flat
     message = torch.empty(wire.num_bytes(padded.numel()), dtype=torch.uint8)
-    wire.encode(padded, message)
+    wire.encode(padded, message, dither)
     arrived = torch.empty_like(padded)
     wire.decode(message, arrived, adds=False)
     return arrived[: flat.numel()].view_as(values)
@@ -48,18 +56,21 @@ class NaiveOuter:
             self._outer_step(index)
         for index in range(count):
             if number >= outer.every and (number - index * outer.every // count) % outer.every == 0:
-                self.means[index] = {name: self._mean(name) for name in self.fragments[index]}
+                self.means[index] = {name: self._mean(name, number) for name in self.fragments[index]}
                 self.due[index] = number + int(outer.delay)
                 if outer.delay == 0:
                     self._outer_step(index)
 
-    def _mean(self, name: str) -> Tensor:
+    def _mean(self, name: str, number: int) -> Tensor:
         local = [dict(model.named_parameters()).get(name) for model in self.models]
         if local[0] is None:
             buffers = [dict(model.named_buffers())[name] for model in self.models]
             return sum(buffers[1:], start=buffers[0].clone()) / len(buffers)
-        parts = [sent(self.globals[name] - one, self.outer.wire) for one in local]
-        return sent(sum(parts[1:], start=parts[0]) / len(parts), self.outer.wire)
+        wire, turn = self.outer.wire, Turn(number)
+        parts = [
+            sent(self.globals[name] - one, wire, offsets(wire, turn, Stage.OWN, rank)) for rank, one in enumerate(local)
+        ]
+        return sent(sum(parts[1:], start=parts[0]) / len(parts), wire, offsets(wire, turn, Stage.MEAN))
 
     def _outer_step(self, index: int) -> None:
         outer = self.outer

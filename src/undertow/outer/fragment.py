@@ -25,6 +25,7 @@ from undertow.config import Outer
 from undertow.device import Accelerator
 from undertow.errors import CheckpointError, Desync, ReplicaMismatch, listed, require
 from undertow.plan.layout import ParamSpec, equal_parts, padded_numel, slots_of
+from undertow.ranks.dither import Stage, Turn
 from undertow.ranks.exchanges import Collectives
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import Handle, OwnGroup
@@ -217,10 +218,13 @@ class Fragment:
         self._is_new = False
         flight = self.flight = Flight(due, whole, sent)
         flight.started_s = flight.done_s = time.perf_counter()
-        with column.waiting(""):
-            flight.handle = replicas.exchanges.all_reduce(
-                sent[:], self.parcel, trailer=sent[numel:]
+        parcel = self.parcel
+        if isinstance(parcel, Encoded):
+            parcel = parcel.dithered(
+                Turn(step), Stage.OWN, rank=column.rank, device=self.values.device
             )
+        with column.waiting(""):
+            flight.handle = replicas.exchanges.all_reduce(sent[:], parcel, trailer=sent[numel:])
         flight.handle.on_done(flight.notes_end)
 
     def arrive(self) -> int | None:
