@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -413,3 +414,113 @@ def test_memory_for_messages_is_freed_with_the_plan_that_sent_them() -> None:
         assert exchanges_of(ddp) == [of_whole]
         assert not any(axis.free for axis in of_shards)
         opt.step()
+
+
+def mean_of_exchanges(model: Any, opt: Any, given: Tensor, number: int) -> Tensor:
+    """Returns the mean of what arrives of the same gradient in several synchronizations."""
+    total = torch.zeros_like(given, dtype=torch.float64)
+    for _ in range(number):
+        model.zero_grad()
+        (model() * given).sum().backward()
+        total += model.full_gradient(model.module.values)
+        if opt is not None:
+            opt.step()
+            model.wait()
+    return total / number
+
+
+class Values(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(*shape))
+
+    def forward(self) -> Tensor:
+        return self.values
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_gradients_below_half_a_unit_arrive_on_average(strategy: str, steps: bool) -> None:
+    given = torch.linspace(-1, 1, 2 * 512).view(2, 512)
+    given[:, 0] = 300.0  # a unit of 2.4: no other element is as much as half of it
+    given *= 1 + dist.get_rank()
+    wanted = sum(of_ranks(given), start=torch.zeros(2, 512)) / dist.get_world_size()
+    with training(Values(2, 512), strategy, "plain SGD", wire="int8") as (ddp, opt):
+        found = mean_of_exchanges(ddp, opt if steps else None, given, 200)
+        require_same_everywhere({"mean": found})
+    # Rounded at random twice, 200 times: a deviation of a unit / 2 of the mean's block, times sqrt(2 / 200); six of them.
+    allowed = 6 * 0.5 * float(wanted.max()) / 127 * math.sqrt(2 / 200)
+    assert largest(found - wanted) < allowed
+    assert largest(wanted[:, 1:]) > allowed / 2  # so that zeros, as without offsets, would not be right for all
+    assert float((found - wanted)[:, 1:].square().mean().sqrt()) < allowed / 6
+
+
+@in_ranks(2)
+def test_the_report_has_the_share_of_values_that_arrive_as_zero() -> None:
+    given = torch.zeros(2, 512)
+    given[:, 0], given[0, 1:257] = 1000.0, 1e-5  # 256 of 258 values arrive as zero
+    with training(Values(2, 512), "ddp", "plain SGD", wire="int8") as (ddp, _):
+        assert ddp.report().zeroed is None
+        mean_of_exchanges(ddp, None, given, 1)
+        assert ddp.report().zeroed == 256 / 258
+        assert "99% of the gradient values that are not zero arrive as zero" in str(ddp.report())
+        assert ddp.report().scalars()["undertow/zeroed"] == 256 / 258
+    with training(Values(2, 512), "ddp", "plain SGD") as (ddp, _):
+        mean_of_exchanges(ddp, None, given, 1)
+        assert ddp.report().zeroed is None
+        assert "arrive as zero" not in str(ddp.report())
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    ("wire", "value", "dtype", "told"),
+    [
+        ("float16", 1e-8, torch.float32, "are too small for wire='float16', and arrive as zero in every step"),
+        ("float16", 1e6, torch.float32, "are too large for wire='float16', and arrive as Inf"),
+        ("int8", 1e-50, torch.float64, "are too small for wire='int8', and arrive as zero in every step"),
+        ("int8", 1e50, torch.float64, "are too large for wire='int8', and arrive as Inf"),
+        ("bfloat16", 1e50, torch.float64, "are too large for wire='bfloat16', and arrive as Inf"),
+        ("float16", 1e-6, torch.float32, None),
+        ("int8", 1e-43, torch.float32, None),
+        ("int8", 1e-30, torch.float64, None),
+    ],
+    ids=str,
+)
+def test_values_outside_of_a_formats_range_are_told_once(
+    strategy: str, wire: str, value: float, dtype: torch.dtype, told: str | None
+) -> None:
+    given = torch.ones(4, 512, dtype=dtype)
+    given[:2] = value
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        training(Values(4, 512).to(dtype), strategy, "plain SGD", wire=wire) as (
+            ddp,
+            opt,
+        ),
+    ):
+        warnings.simplefilter("always")
+        mean_of_exchanges(ddp, None, given, 2)
+        opt.step()
+        mean_of_exchanges(ddp, None, given, 5)
+    texts = [str(each.message) for each in caught if "gradient values" in str(each.message)]
+    assert len(texts) == (told is not None)
+    assert all(f"gradient values {told}.\n  parameter 'values'\n" in text for text in texts)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_an_inf_of_one_rank_arrives_as_such(strategy: str, bad: float) -> None:
+    given = torch.ones(2, 512)
+    if dist.get_rank() == 1:
+        given[0, 5] = bad
+    with training(Values(2, 512), strategy, "plain SGD", wire="int8") as (ddp, opt):
+        for _ in range(2):  # whole, and in shards
+            found = mean_of_exchanges(ddp, None, given, 1)
+            assert float(found[0, 5]) == bad
+            assert not bool(found[0].isfinite().any())
+            assert torch.equal(found[1], torch.ones(512, dtype=torch.float64))
+            opt.zero_grad()
+            opt.step()

@@ -67,9 +67,7 @@ class NaiveOuter:
             buffers = [dict(model.named_buffers())[name] for model in self.models]
             return sum(buffers[1:], start=buffers[0].clone()) / len(buffers)
         wire, turn = self.outer.wire, Turn(number)
-        parts = [
-            sent(self.globals[name] - one, wire, offsets(wire, turn, Stage.OWN, rank)) for rank, one in enumerate(local)
-        ]
+        parts = [sent(self.globals[name] - one, wire, offsets(wire, turn, Stage.OWN, rank)) for rank, one in enumerate(local)]
         return sent(sum(parts[1:], start=parts[0]) / len(parts), wire, offsets(wire, turn, Stage.MEAN))
 
     def _outer_step(self, index: int) -> None:

@@ -78,7 +78,9 @@ def encode_as_on_a_device(blocks: Tensor, codes: Tensor, scales: Tensor, dither:
     wire_module._encode_any(blocks, blocks.abs().amax(1, keepdim=True), codes, scales, dither)
 
 
-@given(seed=st.integers(0, 2**16), scales=st.lists(SCALES, min_size=1, max_size=5), bad=st.sampled_from([None, math.nan, math.inf]))
+@given(
+    seed=st.integers(0, 2**16), scales=st.lists(SCALES, min_size=1, max_size=5), bad=st.sampled_from([None, math.nan, math.inf])
+)
 def test_a_block_arrives_as_it_does_alone(seed: int, scales: list[float], bad: float | None) -> None:
     values, dither = drawn(seed, 6, scales), torch.linspace(-0.4999, 0.4999, INT8.block)
     if bad is not None:

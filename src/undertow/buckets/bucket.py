@@ -36,8 +36,8 @@ from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import TrailerCodec
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
-from undertow.ranks.exchanges import Collectives
 from undertow.ranks.dither import Stage, Turn
+from undertow.ranks.exchanges import Collectives
 from undertow.ranks.parcels import Encoded, Parcel
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.schedule import DDP, OpKind, Strategy
@@ -563,9 +563,7 @@ class DenseBucket(LiveBucket):
                 turn, Stage.OWN, rank=reducer.group.rank, device=flat.device
             )
             self._count_lost(flat, parcel)
-            self.handles = [
-                reducer.exchanges.all_reduce(flat, parcel, trailer=self.memory.trailer)
-            ]
+            self.handles = [reducer.exchanges.all_reduce(flat, parcel, trailer=self.memory.trailer)]
 
     def values(self) -> Sequence[Tensor]:
         return (self.memory.gradients,)

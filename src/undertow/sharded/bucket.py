@@ -33,8 +33,8 @@ from undertow.buckets.bucket import DenseBucket, Shared, has_values, strides_of_
 from undertow.device import device_of
 from undertow.errors import ShardedGradientError
 from undertow.plan import Bucket, Slot
-from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.dither import Turn
+from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.parcels import Encoded
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import OpKind
