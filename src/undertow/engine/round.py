@@ -79,7 +79,7 @@ class CompiledPlan:
         self.layout = Layout(reducer.group) if layout is None else layout
         self.generation = 0
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
-        self.turns = Turns() if before is None else before.turns
+        self.turns: Turns = Turns() if before is None else before.turns
         if before is not None:
             self.generation = before.generation + 1
             self.snapshots += before.snapshots
