@@ -67,7 +67,14 @@ class Wire(Protocol):
     def num_bytes(self, numel: int) -> int:
         """Returns the bytes of `numel` encoded elements, a multiple of `block`."""
 
-    def encode(self, values: Tensor, message: Tensor, dither: Tensor | None = None) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        message: Tensor,
+        dither: Tensor | None = None,
+        *,
+        is_host: bool = True,
+    ) -> None:
         """Writes `values` into `message`.
 
         Args:
@@ -75,6 +82,7 @@ class Wire(Protocol):
             message: [num_bytes(numel)] uint8
             dither: [block] float32, within half a unit of the code: added to the elements of each
                 block before they are rounded. None rounds to the nearest.
+            is_host: False if values are on a device, for which the host must not wait.
         """
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:
@@ -103,7 +111,14 @@ class Cast:
     def num_bytes(self, numel: int) -> int:
         return numel * self.itemsize
 
-    def encode(self, values: Tensor, message: Tensor, dither: Tensor | None = None) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        message: Tensor,
+        dither: Tensor | None = None,
+        *,
+        is_host: bool = True,
+    ) -> None:
         import torch
 
         message.view(getattr(torch, self.dtype)).copy_(values)
@@ -143,11 +158,19 @@ class BlockInt8:
     def num_bytes(self, numel: int) -> int:
         return numel + numel // self.block * 4
 
-    def encode(self, values: Tensor, message: Tensor, dither: Tensor | None = None) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        message: Tensor,
+        dither: Tensor | None = None,
+        *,
+        is_host: bool = True,
+    ) -> None:
         blocks = values.view(-1, self.block)
         codes, scales = self._views(message, len(blocks))
         for chunk in _chunks(blocks):
-            _encode_blocks(blocks[chunk], codes[chunk], scales[chunk], dither)
+            encode = _encode_on_host if is_host else _encode_on_device
+            encode(blocks[chunk], codes[chunk], scales[chunk], dither)
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:
         blocks = into.view(-1, self.block)
@@ -167,15 +190,28 @@ class BlockInt8:
         return codes, message[numel:].view(torch.float32).view(-1, 1)
 
 
-def _encode_blocks(blocks: Tensor, codes: Tensor, scales: Tensor, dither: Tensor | None) -> None:
+def _encode_on_device(blocks: Tensor, codes: Tensor, scales: Tensor, dither: Tensor | None) -> None:
+    """Encodes all blocks as rare ones, because only the host could tell which are."""
+    wide = _scratch(blocks)
+    _encode_any(blocks, _largest_of(blocks, wide), codes, scales, dither)
+
+
+def _largest_of(blocks: Tensor, wide: Tensor) -> Tensor:
+    """Returns the largest absolute value of each block, and overwrites `wide`.
+
+    [blocks, 1] float32
+    """
+    import torch
+
+    torch.abs(blocks, out=wide) if blocks.dtype == wide.dtype else wide.copy_(blocks).abs_()
+    return wide.amax(1, keepdim=True)
+
+
+def _encode_on_host(blocks: Tensor, codes: Tensor, scales: Tensor, dither: Tensor | None) -> None:
     import torch
 
     wide = _scratch(blocks)
-    torch.abs(blocks, out=wide) if blocks.dtype == wide.dtype else wide.copy_(blocks).abs_()
-    largest = wide.amax(1, keepdim=True)
-    if blocks.device.type != "cpu":  # the host does not wait to read it
-        _encode_any(blocks, largest, codes, scales, dither)
-        return
+    largest = _largest_of(blocks, wide)
     low, high = map(float, torch.aminmax(largest))  # NaN if one of them is
     torch.div(largest, _LARGEST_CODE, out=scales)
     if not low >= _LEAST_USUAL:

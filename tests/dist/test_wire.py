@@ -274,7 +274,7 @@ class Halves:
     def num_bytes(self, numel: int) -> int:
         return 2 * numel
 
-    def encode(self, values: Tensor, message: Tensor, _dither: Tensor | None = None) -> None:
+    def encode(self, values: Tensor, message: Tensor, _dither: Tensor | None = None, *, is_host: bool = True) -> None:
         message.view(torch.float16).copy_(values)
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from undertow.device import Accelerator, Host
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
 from undertow.ranks.parcels import Encoded
@@ -27,7 +28,8 @@ class _Counts:
 
     wire: str
     names: list[str]
-    counts: Tensor
+    counts: Tensor  # on the host
+    copied: torch.Event | None  # the end of the copy from a device
 
 
 @dataclass(slots=True)
@@ -39,7 +41,7 @@ class LostValues:
     parameter, once.
     """
 
-    is_host: bool  # values are on the host
+    device: Host | Accelerator
     is_counting: bool = False  # in this synchronization
     _num_rounds: int = 0
     _counted: list[_Counts] = field(default_factory=list)
@@ -50,7 +52,7 @@ class LostValues:
         """Called when a synchronization begins."""
         number, self._num_rounds = self._num_rounds, self._num_rounds + 1
         self.is_counting = number % _EVERY == 0 if number > 64 else number.bit_count() <= 1
-        if self.is_counting:
+        if self.is_counting and all(it.copied is None or it.copied.query() for it in self._counted):
             self._read()
 
     @torch.no_grad()
@@ -66,7 +68,7 @@ class LostValues:
         wire = parcel.wire
         narrow = values[: spec.narrow_numel]
         message = narrow.new_empty(wire.num_bytes(len(narrow)), dtype=torch.uint8)
-        wire.encode(narrow, message, parcel.own_dither)
+        wire.encode(narrow, message, parcel.own_dither, is_host=parcel.is_host)
         arrived = torch.empty_like(narrow)
         wire.decode(message, arrived, adds=False)
         names, rows = [], []
@@ -85,13 +87,15 @@ class LostValues:
             names.append(plan.params[slot.param].name)
             rows.append(torch.stack(counts))
         if rows:
-            self._counted.append(
-                _Counts(wire=str(spec.wire), names=names, counts=torch.stack(rows))
-            )
+            found, copied = torch.stack(rows), None
+            if isinstance(self.device, Accelerator):
+                found, copied = self.device.to_host(found), self.device.record()
+            counted = _Counts(wire=str(spec.wire), names=names, counts=found, copied=copied)
+            self._counted.append(counted)
 
     def round_ends(self) -> None:
         """Called when a synchronization has ended, in the thread that trains."""
-        if self.is_counting and self.is_host:  # of a device, when the next count begins
+        if self.is_counting and self.device.is_host:  # of a device, when the next count begins
             self._read()
 
     @property
@@ -100,10 +104,14 @@ class LostValues:
 
         None: none was counted. On a device, the host waits.
         """
+        for counted in self._counted:
+            if counted.copied is not None:
+                counted.copied.synchronize()
         self._read()
         return self._share
 
     def _read(self) -> None:
+        """Reads counts that have arrived on the host."""
         counted, self._counted = self._counted, []
         num_nonzero = num_zeroed = 0
         below: dict[str, str] = {}

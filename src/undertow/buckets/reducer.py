@@ -59,7 +59,7 @@ class Reducer:
     @cached_property
     def lost(self) -> LostValues:
         """Counts the values that formats lose."""
-        return LostValues(is_host=self.group.hardware.is_host)
+        return LostValues(self.group.hardware)
 
     def close(self) -> None:
         """Ends the threads of the exchanges and the hook."""

@@ -38,6 +38,7 @@ from undertow.schedule import (
     lower_data_parallel,
 )
 from undertow.torch_private import private
+from undertow.wire import WIRES
 
 # For each group of an optimizer that has stepped: its name, and its settings by name.
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
@@ -79,7 +80,8 @@ class CompiledPlan:
         self.layout = Layout(reducer.group) if layout is None else layout
         self.generation = 0
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
-        self.turns: Turns = Turns() if before is None else before.turns
+        is_host = reducer.group.hardware.is_host
+        self.turns: Turns = Turns(is_host=is_host) if before is None else before.turns
         if before is not None:
             self.generation = before.generation + 1
             self.snapshots += before.snapshots
@@ -147,7 +149,8 @@ class CompiledPlan:
         # In case no forward has. Autograd detects most parameters that were read too early.
         self.layout.wait_for_parameters()
         if is_synchronized and any(self.plan.wires):
-            self.turns.advance(self.params)
+            if any(wire is not None and WIRES[wire].is_dithered for wire in self.plan.wires):
+                self.turns.advance(self.params)
             self.reducer.lost.begin()
         if not self.snapshots or not is_synchronized:
             return []

@@ -52,7 +52,8 @@ class Turn:
     def offsets(self, numel: int, stage: Stage, *, rank: int, device: torch.device) -> Tensor:
         """Returns the offsets of the elements of a block, between -1/2 and 1/2. [numel] float32"""
         key = (numel, stage, rank)
-        if key not in self._rows or device.type != "cpu":  # other streams do not wait for a row
+        # On a device, another bucket's stream may not have waited for the row.
+        if key not in self._rows or isinstance(self.digest, Tensor):
             turned = _mixed(self.digest, stage) + self.repeats * _TURNS[stage] + rank * _RANK_TURN
             if isinstance(turned, Tensor):
                 turned = turned.to(device)
@@ -79,8 +80,9 @@ class Turns:
     `state_dict()`. Between two steps the parameters stay, so synchronizations are counted there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_host: bool) -> None:
         self.now = Turn(0)
+        self._is_host = is_host  # parameters are on the host
         self._weights: Tensor | None = None
 
     def advance(self, params: Sequence[Tensor]) -> None:
@@ -110,7 +112,7 @@ class Turns:
         bits = sample.view(torch.int32).long() & _WORD
         total = (bits * self._weights).sum()
         total = (total ^ (total >> 29)) & _WORD
-        return int(total) if total.device.type == "cpu" else total
+        return int(total) if self._is_host else total
 
 
 def _some_of(param: Tensor) -> Tensor:

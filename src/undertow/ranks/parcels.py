@@ -138,7 +138,7 @@ class Encoded:
         num_narrow = self._num_narrow(index)
         num_bytes = self.wire.num_bytes(num_narrow)
         if num_narrow:
-            self.wire.encode(part[:num_narrow], message[:num_bytes], dither)
+            self.wire.encode(part[:num_narrow], message[:num_bytes], dither, is_host=self.is_host)
         if num_narrow < len(part):
             self._in_full_width(message, num_bytes).copy_(part[num_narrow:])
 
