@@ -27,7 +27,7 @@ from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.tuning import Present
 from undertow.errors import ReplicaMismatch, UndertowError
 from undertow.plan import Bucket, Plan, signature_of
-from undertow.ranks.dither import Turns
+from undertow.ranks.dither import Rotation
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import (
     Op,
@@ -81,7 +81,7 @@ class CompiledPlan:
         self.generation = 0
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
         is_host = reducer.group.hardware.is_host
-        self.turns: Turns = Turns(is_host=is_host) if before is None else before.turns
+        self.turns: Rotation = Rotation(is_host=is_host) if before is None else before.turns
         if before is not None:
             self.generation = before.generation + 1
             self.snapshots += before.snapshots

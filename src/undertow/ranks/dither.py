@@ -72,7 +72,7 @@ def _mixed(digest: Tensor | int, stage: Stage) -> Tensor | int:
     return mixed ^ (mixed >> 16)
 
 
-class Turns:
+class Rotation:
     """Chooses the turn of each synchronization from the parameters.
 
     An optimizer changes them in every step, and every checkpoint restores them: a run that is

@@ -3,18 +3,18 @@
 import torch
 from torch import Tensor
 
-from undertow.ranks.dither import Stage, Turns
+from undertow.ranks.dither import Rotation, Stage
 
 CPU = torch.device("cpu")
 
 
-def offsets_of(turns: Turns, stage: Stage, *, rank: int = 0) -> Tensor:
+def offsets_of(turns: Rotation, stage: Stage, *, rank: int = 0) -> Tensor:
     return turns.now.offsets(512, stage, rank=rank, device=CPU)
 
 
 def over_steps(number: int, *, has_optimizer: bool) -> dict[Stage, Tensor]:
     """Returns the offsets of each stage. [number, 512]"""
-    turns, params = Turns(is_host=True), [torch.ones(3, 4), torch.zeros(5)]
+    turns, params = Rotation(is_host=True), [torch.ones(3, 4), torch.zeros(5)]
     found: dict[Stage, list[Tensor]] = {stage: [] for stage in Stage}
     for _ in range(number):
         turns.advance(params)
@@ -47,7 +47,7 @@ def test_the_stages_of_a_step_do_not_depend_on_each_other() -> None:
 
 def test_offsets_follow_from_the_parameters_alone() -> None:
     params = [torch.randn(600, 3), torch.randn(7, dtype=torch.float64), torch.randn(4, dtype=torch.complex64)]
-    resumed, before = Turns(is_host=True), Turns(is_host=True)
+    resumed, before = Rotation(is_host=True), Rotation(is_host=True)
     before.advance([torch.ones(2)])
     for turns in (resumed, before):
         turns.advance(params)
@@ -61,7 +61,7 @@ def test_offsets_follow_from_the_parameters_alone() -> None:
 
 
 def test_synchronizations_without_a_step_between_them_have_other_offsets_and_so_have_ranks() -> None:
-    turns, params = Turns(is_host=True), [torch.randn(8)]
+    turns, params = Rotation(is_host=True), [torch.randn(8)]
     seen = []
     for _ in range(3):
         turns.advance(params)
@@ -71,10 +71,10 @@ def test_synchronizations_without_a_step_between_them_have_other_offsets_and_so_
 
 def test_a_digest_on_a_device_is_the_same_as_on_the_host() -> None:
     params = [torch.randn(100)]
-    turns = Turns(is_host=True)
+    turns = Rotation(is_host=True)
     turns.advance(params)
     host, digest = offsets_of(turns, Stage.MEAN), turns.now.digest
-    device = Turns(is_host=False)
+    device = Rotation(is_host=False)
     for number in range(2):
         device.advance(params)
         assert (int(device.now.digest), int(device.now.repeats)) == (digest, number)
