@@ -321,13 +321,14 @@ class SyncConfig:
             ShardedOptimizer and torch's SGD do. None: in the gradients' own dtype.
         wire: The format of gradients on their way. "bfloat16" (or "bf16") and "float16" ("fp16")
             halve the bytes of fp32; "int8" sends a byte for each element and an fp32 scale for
-            each block of 512, a quarter. Ranks decode and add in fp32, in rank order, and send the
-            mean in the same format: all ranks hold equal bits, whatever the plan. "auto" tries
-            full width, int8 for all buckets, and int8 for the last ones, and keeps the fastest; it
-            keeps full width where `auto_tune` has no effect, except with `bucket_cap_mb`. None:
-            as they are. For "hybrid" a pair is possible, within rows and across them:
-            (None, "int8"). Sparse, complex and 16-bit gradients travel as they are if the format
-            has no fewer bytes, and parameters of less than a block in full width.
+            each block of 512, a quarter, and rounds so that errors average out over steps. Ranks
+            decode and add in fp32, in rank order, and send the mean in the same format: all ranks
+            hold equal bits, whatever the plan. "auto" tries full width, int8 for all buckets, and
+            int8 for the last ones, and keeps the fastest; it keeps full width where `auto_tune` has
+            no effect, except with `bucket_cap_mb`. None: as they are. For "hybrid" a pair is
+            possible, within rows and across them: (None, "int8"). Sparse, complex and 16-bit
+            gradients travel as they are if the format has no fewer bytes, and parameters of less
+            than a block in full width.
         param_wire: The format of updated parameters on their way from a ShardedOptimizer,
             "bfloat16" or "int8". Ranks send the difference to the values that all ranks hold, and
             each rank keeps the exact values of its shard; so errors do not add up. A checkpoint has

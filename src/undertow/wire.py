@@ -20,7 +20,9 @@ if TYPE_CHECKING:  # planning and simulating use the sizes alone, without torch
 _HOST_NUMEL, _DEVICE_NUMEL = 2**19, 2**23
 _LARGEST_CODE = 127
 _LARGEST_FP32 = 3.4028234663852886e38
-_LEAST_SCALE = 2.0**-126  # the inverse of a smaller one would overflow
+_LEAST_FP32 = 2.0**-149  # above zero
+_LEAST_NORMAL = 2.0**-126  # a smaller scale is inexact, and its inverse may overflow
+_LEAST_USUAL = _LARGEST_CODE * _LEAST_NORMAL  # the largest number of a block with that scale
 
 
 class Wire(Protocol):
@@ -41,6 +43,14 @@ class Wire(Protocol):
         """The largest number that arrives as a finite one."""
 
     @property
+    def least(self) -> float:
+        """Numbers of this size, and smaller ones, arrive as zero whatever is in their block."""
+
+    @property
+    def is_dithered(self) -> bool:
+        """True if `encode` adds offsets before it rounds."""
+
+    @property
     def coding_us_per_mb(self) -> float:
         """Microseconds by which an all-reduce takes longer on processors than its bytes alone, for
         each 10^6 bytes of fp32: to encode, add and decode them.
@@ -57,12 +67,22 @@ class Wire(Protocol):
     def num_bytes(self, numel: int) -> int:
         """Returns the bytes of `numel` encoded elements, a multiple of `block`."""
 
-    def encode(self, values: Tensor, message: Tensor) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        message: Tensor,
+        dither: Tensor | None = None,
+        *,
+        is_host: bool = True,
+    ) -> None:
         """Writes `values` into `message`.
 
         Args:
             values: [numel] of a floating-point dtype
             message: [num_bytes(numel)] uint8
+            dither: [block] float32, within half a unit of the code: added to the elements of each
+                block before they are rounded. None rounds to the nearest.
+            is_host: False if values are on a device, for which the host must not wait.
         """
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:
@@ -81,6 +101,8 @@ class Cast:
 
     dtype: str  # torch's name
     largest: float  # the largest number that a cast rounds to a finite one
+    least: float  # the largest number that a cast rounds to zero
+    is_dithered: bool = False
     itemsize: int = 2
     block: int = 1
     coding_us_per_mb: float = 800.0
@@ -89,7 +111,14 @@ class Cast:
     def num_bytes(self, numel: int) -> int:
         return numel * self.itemsize
 
-    def encode(self, values: Tensor, message: Tensor) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        message: Tensor,
+        dither: Tensor | None = None,
+        *,
+        is_host: bool = True,
+    ) -> None:
         import torch
 
         message.view(getattr(torch, self.dtype)).copy_(values)
@@ -112,23 +141,36 @@ class BlockInt8:
     """Eight bits for an element, and an fp32 scale for each block: `scale = max|x| / 127`.
 
     Codes are rounded to the nearest integer, half to even: an element is off by at most half its
-    scale. If a block has NaN or Inf, its scale and every decoded value are NaN. Zeros arrive as
-    zeros.
+    scale. After an offset has been added, it is off by less than its scale, and by nothing on
+    average over all offsets. Zeros arrive as zeros.
+
+    In a block with NaN or Inf, each Inf arrives as such, and all other elements as NaN: its scale
+    is Inf, and only an Inf has a code that is not zero.
     """
 
     block: int = 512
     largest: float = _LARGEST_FP32 * (1 - 2.0**-22)  # two roundings of 2^-24 each lie above it
+    least: float = _LEAST_FP32 / 2
+    is_dithered: bool = True
     coding_us_per_mb: float = 1100.0
     bucket_us: float = 1400.0
 
     def num_bytes(self, numel: int) -> int:
         return numel + numel // self.block * 4
 
-    def encode(self, values: Tensor, message: Tensor) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        message: Tensor,
+        dither: Tensor | None = None,
+        *,
+        is_host: bool = True,
+    ) -> None:
         blocks = values.view(-1, self.block)
         codes, scales = self._views(message, len(blocks))
         for chunk in _chunks(blocks):
-            _encode_blocks(blocks[chunk], codes[chunk], scales[chunk])
+            encode = _encode_on_host if is_host else _encode_on_device
+            encode(blocks[chunk], codes[chunk], scales[chunk], dither)
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:
         blocks = into.view(-1, self.block)
@@ -148,19 +190,68 @@ class BlockInt8:
         return codes, message[numel:].view(torch.float32).view(-1, 1)
 
 
-def _encode_blocks(blocks: Tensor, codes: Tensor, scales: Tensor) -> None:
+def _encode_on_device(blocks: Tensor, codes: Tensor, scales: Tensor, dither: Tensor | None) -> None:
+    """Encodes all blocks as rare ones, because only the host could tell which are."""
+    wide = _scratch(blocks)
+    _encode_any(blocks, _largest_of(blocks, wide), codes, scales, dither)
+
+
+def _largest_of(blocks: Tensor, wide: Tensor) -> Tensor:
+    """Returns the largest absolute value of each block, and overwrites `wide`.
+
+    [blocks, 1] float32
+    """
+    import torch
+
+    torch.abs(blocks, out=wide) if blocks.dtype == wide.dtype else wide.copy_(blocks).abs_()
+    return wide.amax(1, keepdim=True)
+
+
+def _encode_on_host(blocks: Tensor, codes: Tensor, scales: Tensor, dither: Tensor | None) -> None:
     import torch
 
     wide = _scratch(blocks)
-    torch.abs(blocks, out=wide) if blocks.dtype == wide.dtype else wide.copy_(blocks).abs_()
-    largest = wide.amax(1, keepdim=True)
-    torch.div(largest, _LARGEST_CODE, out=scales).clamp_(min=_LEAST_SCALE)
+    largest = _largest_of(blocks, wide)
+    low, high = map(float, torch.aminmax(largest))  # NaN if one of them is
+    torch.div(largest, _LARGEST_CODE, out=scales)
+    if not low >= _LEAST_USUAL:
+        scales.clamp_(min=_LEAST_NORMAL)  # zeros too need an inverse
     torch.mul(blocks, scales.reciprocal(), out=wide)
-    wide.round_()
-    # The cast of NaN is not defined on every device. With NaN instead of an infinite scale,
-    # every code is decoded as NaN, and the host need not read a scale.
-    scales.add_(largest, alpha=0.0)
-    codes.copy_(wide)
+    codes.copy_(_rounded(wide, dither))
+    if not (low >= _LEAST_USUAL and high <= _LARGEST_FP32):
+        are_usual = (largest >= _LEAST_USUAL) & (largest <= _LARGEST_FP32) | (largest == 0)
+        rare = are_usual.logical_not_().flatten().nonzero().flatten()
+        rare_codes, rare_scales = codes[rare], scales[rare]
+        _encode_any(blocks[rare], largest[rare], rare_codes, rare_scales, dither)
+        codes[rare], scales[rare] = rare_codes, rare_scales
+
+
+def _encode_any(
+    blocks: Tensor, largest: Tensor, codes: Tensor, scales: Tensor, dither: Tensor | None
+) -> None:
+    """Encodes blocks with any values: tiny ones, NaN and Inf too.
+
+    On the host it takes twice as long: a division is slower than a product.
+    """
+    import torch
+
+    are_finite = largest <= _LARGEST_FP32
+    torch.div(torch.where(are_finite, largest, _LARGEST_FP32), _LARGEST_CODE, out=scales)
+    # A tiny scale is rounded to a multiple of the least number: up, so that codes end at 127.
+    scales.add_((scales * _LARGEST_CODE < largest).float() * _LEAST_FP32)
+    # Next to an Inf, numbers become zeros, and the Inf itself stays for a while.
+    divisors = torch.where(are_finite, scales, _LARGEST_FP32)
+    wide = _rounded(torch.div(blocks, divisors, out=_scratch(blocks)), dither)
+    # The cast of NaN is not defined on every device.
+    codes.copy_(wide.nan_to_num_(nan=0.0, posinf=_LARGEST_CODE, neginf=-_LARGEST_CODE))
+    scales.copy_(torch.where(are_finite, scales, math.inf))
+
+
+def _rounded(wide: Tensor, dither: Tensor | None) -> Tensor:
+    """Adds the offsets, and rounds, in place."""
+    if dither is not None:
+        wide.add_(dither)
+    return wide.round_()
 
 
 def _decode_blocks(codes: Tensor, scales: Tensor, into: Tensor, *, adds: bool) -> None:
@@ -202,8 +293,10 @@ def forget_scratch() -> None:
 # By the names of settings. A cast rounds numbers down that lie less than half a unit above the
 # largest one.
 WIRES: Mapping[str, Wire] = {
-    "bfloat16": Cast(dtype="bfloat16", largest=2.0**127 * (2 - 2.0**-8) * (1 - 2.0**-40)),
-    "float16": Cast(dtype="float16", largest=65519.996),
+    "bfloat16": Cast(
+        dtype="bfloat16", largest=2.0**127 * (2 - 2.0**-8) * (1 - 2.0**-40), least=2.0**-134
+    ),
+    "float16": Cast(dtype="float16", largest=65519.996, least=2.0**-25),
     "int8": BlockInt8(),
 }
 AUTO, AUTO_WIRE = "auto", "int8"  # the setting that lets the plan choose, and the format it chooses

@@ -251,6 +251,15 @@ def test_so_does_a_run_whose_parameters_travel_in_a_format(param_wire: str) -> N
     require_resumed(CASES["wide"], wire="int8", param_wire=param_wire)
 
 
+@in_ranks(2, 3)
+@pytest.mark.parametrize(
+    ("strategy", "each"),
+    [("ddp", "steps"), ("ddp", "accumulates"), ("zero1", "accumulates"), ("zero2", "steps")],
+)
+def test_so_does_a_run_whose_gradients_are_rounded_with_offsets(strategy: str, each: str) -> None:
+    require_resumed(CASES["wide"], EACH[each], wire="int8", strategy=strategy)
+
+
 @pytest.mark.deep
 @in_ranks(4)
 @pytest.mark.parametrize("reduction", ["native", "ordered"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.errors import text_of
-from support.inside import exchanges_of
+from support.inside import Stage, Turn, exchanges_of, turn_of, turn_of_experts
 from support.mixture import MATCH, experts_group
 from support.models import CASES, Wide, noise
 from support.naive import wrapped
-from support.outer import sent
+from support.outer import offsets, sent
 from support.ranks import in_ranks
 from support.sharded import (
     hybrid,
@@ -42,11 +43,21 @@ def of_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Ten
     return found
 
 
-def mean_as_sent(values: Tensor, name: str, group: dist.ProcessGroup | None = None) -> Tensor:
+def sum_as_sent(
+    values: Tensor, name: str, turn: Turn, group: dist.ProcessGroup | None = None, stage: Stage = Stage.OWN
+) -> Tensor:
     total = torch.zeros_like(values)
-    for of_rank in of_ranks(values, group):
-        total += sent(of_rank, name)
-    return total / dist.get_world_size(group)
+    for rank, of_rank in enumerate(of_ranks(values, group)):
+        total += sent(of_rank, name, offsets(name, turn, stage, rank))
+    return total
+
+
+def mean_as_sent(values: Tensor, name: str, turn: Turn, group: dist.ProcessGroup | None = None) -> Tensor:
+    return sum_as_sent(values, name, turn, group) / dist.get_world_size(group)
+
+
+def mean_as_returned(mean: Tensor, name: str, turn: Turn) -> Tensor:
+    return sent(mean, name, offsets(name, turn, Stage.MEAN))
 
 
 def largest(values: Tensor) -> float:
@@ -68,11 +79,13 @@ def own_gradients(model: nn.Module, *numbers: int) -> dict[str, Tensor]:
 def test_gradients_arrive_as_the_mean_of_encoded_values(wire: str, strategy: str) -> None:
     with training(Wide(), strategy, "SGD", wire=wire) as (ddp, opt):
         for number in range(4):
-            wanted = {name: mean_as_sent(grad, wire) for name, grad in own_gradients(ddp.module, number).items()}
-            if strategy == "ddp" or number == 0:  # whole gradients: the mean is encoded again
-                wanted = {name: sent(mean, wire) for name, mean in wanted.items()}
+            grads = own_gradients(ddp.module, number)
             opt.zero_grad()
             WIDE.loss(ddp, number).backward()
+            turn = turn_of(ddp)
+            wanted = {name: mean_as_sent(grad, wire, turn) for name, grad in grads.items()}
+            if strategy == "ddp" or number == 0:  # whole gradients: the mean is encoded again
+                wanted = {name: mean_as_returned(mean, wire, turn) for name, mean in wanted.items()}
             for name, param in ddp.module.named_parameters():
                 assert torch.equal(ddp.full_gradient(param), wanted[name]), (name, number)
             opt.step()
@@ -96,6 +109,13 @@ def test_ranks_are_equal_after_every_step_and_every_plan_has_the_same_bits(wire:
         require_equal(*(trained(WIDE, num_steps=6, each=each, wire=wire, **way, **plan) for plan in PLANS), what=str(way))
 
 
+def sum_over(values: Tensor, name: str | None, turn: Turn, group: dist.ProcessGroup, stage: Stage) -> Tensor:
+    if name is not None:
+        return sum_as_sent(values, name, turn, group, stage)
+    first, *others = of_ranks(values, group)
+    return sum(others, start=first.clone())
+
+
 @in_ranks(4)
 @pytest.mark.parametrize("wires", [(None, "int8"), ("bfloat16", "int8"), ("int8", None)], ids=str)
 def test_each_axis_of_a_mesh_may_have_its_own_format(wires: tuple[str | None, str | None]) -> None:
@@ -109,11 +129,10 @@ def test_each_axis_of_a_mesh_may_have_its_own_format(wires: tuple[str | None, st
             for name, param in ddp.module.named_parameters() if number else ():
                 if param.numel() < 512:
                     continue  # in full width for both
-                of_row = of_ranks(grads[name] if inside is None else sent(grads[name], inside), rows[0])
-                total = sum(of_row[1:], start=of_row[0].clone()) / 4
-                of_rows = of_ranks(total if across is None else sent(total, across), rows[1])
-                mean = sum(of_rows[1:], start=of_rows[0].clone())
-                wanted = mean if across is None else sent(mean, across)
+                turn = turn_of(ddp)
+                total = sum_over(grads[name], inside, turn, rows[0], Stage.OWN) / 4
+                mean = sum_over(total, across, turn, rows[1], Stage.ACROSS)
+                wanted = mean if across is None else mean_as_returned(mean, across, turn)
                 assert torch.equal(ddp.full_gradient(param), wanted), (name, number)
             opt.step()
             ddp.wait()
@@ -163,13 +182,14 @@ def test_the_sum_of_micro_batches_is_encoded_once(strategy: str) -> None:
     with training(Wide(), strategy, "SGD", wire="int8") as (ddp, opt):
         for number in range(3):
             grads = own_gradients(ddp.module, 2 * number, 2 * number + 1)
-            wanted = {name: mean_as_sent(grad, "int8") for name, grad in grads.items()}
-            if strategy == "ddp" or number == 0:
-                wanted = {name: sent(mean, "int8") for name, mean in wanted.items()}
             opt.zero_grad()
             with ddp.no_sync():
                 WIDE.loss(ddp, 2 * number).backward()
             WIDE.loss(ddp, 2 * number + 1).backward()
+            turn = turn_of(ddp)
+            wanted = {name: mean_as_sent(grad, "int8", turn) for name, grad in grads.items()}
+            if strategy == "ddp" or number == 0:
+                wanted = {name: mean_as_returned(mean, "int8", turn) for name, mean in wanted.items()}
             for name, param in ddp.module.named_parameters():
                 assert torch.equal(ddp.full_gradient(param), wanted[name]), (name, number)
             opt.step()
@@ -206,7 +226,9 @@ def test_a_rank_without_data_adds_zeros() -> None:
             WIDE.loss(ddp, number).backward()
             mine = own_gradients(ddp.module, number)["block"]
             if number == dist.get_world_size() - 1:  # the last rank is alone
-                assert torch.equal(ddp.module.block.grad, sent(sent(mine, "int8") / dist.get_world_size(), "int8"))
+                turn = turn_of(ddp)
+                own = sent(mine, "int8", offsets("int8", turn, Stage.OWN, dist.get_rank()))
+                assert torch.equal(ddp.module.block.grad, mean_as_returned(own / dist.get_world_size(), "int8", turn))
 
 
 class Routed(nn.Module):
@@ -233,8 +255,9 @@ def test_experts_travel_in_the_format_over_their_own_ranks() -> None:
                 (ddp.module.dense, bare.dense, dist.group.WORLD),
                 (ddp.module.experts[0], bare.experts[0], group),
             ):
-                mean = mean_as_sent(param.weight.grad, "int8", ranks)
-                assert torch.equal(mine.weight.grad, sent(mean, "int8"))
+                turn = turn_of(ddp) if ranks is dist.group.WORLD else turn_of_experts(ddp)
+                mean = mean_as_sent(param.weight.grad, "int8", turn, ranks)
+                assert torch.equal(mine.weight.grad, mean_as_returned(mean, "int8", turn))
 
 
 @dataclass(frozen=True)
@@ -242,6 +265,8 @@ class Halves:
     """A toy: fp16 with another block."""
 
     block: int = 64
+    least: float = 2.0**-25
+    is_dithered: bool = False
     largest: float = 65504.0
     coding_us_per_mb: float = 1.0
     bucket_us: float = 0.0
@@ -249,7 +274,7 @@ class Halves:
     def num_bytes(self, numel: int) -> int:
         return 2 * numel
 
-    def encode(self, values: Tensor, message: Tensor) -> None:
+    def encode(self, values: Tensor, message: Tensor, _dither: Tensor | None = None, *, is_host: bool = True) -> None:
         message.view(torch.float16).copy_(values)
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:
@@ -389,3 +414,113 @@ def test_memory_for_messages_is_freed_with_the_plan_that_sent_them() -> None:
         assert exchanges_of(ddp) == [of_whole]
         assert not any(axis.free for axis in of_shards)
         opt.step()
+
+
+def mean_of_exchanges(model: Any, opt: Any, given: Tensor, number: int) -> Tensor:
+    """Returns the mean of what arrives of the same gradient in several synchronizations."""
+    total = torch.zeros_like(given, dtype=torch.float64)
+    for _ in range(number):
+        model.zero_grad()
+        (model() * given).sum().backward()
+        total += model.full_gradient(model.module.values)
+        if opt is not None:
+            opt.step()
+            model.wait()
+    return total / number
+
+
+class Values(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(*shape))
+
+    def forward(self) -> Tensor:
+        return self.values
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_gradients_below_half_a_unit_arrive_on_average(strategy: str, steps: bool) -> None:
+    given = torch.linspace(-1, 1, 2 * 512).view(2, 512)
+    given[:, 0] = 300.0  # a unit of 2.4: no other element is as much as half of it
+    given *= 1 + dist.get_rank()
+    wanted = sum(of_ranks(given), start=torch.zeros(2, 512)) / dist.get_world_size()
+    with training(Values(2, 512), strategy, "plain SGD", wire="int8") as (ddp, opt):
+        found = mean_of_exchanges(ddp, opt if steps else None, given, 200)
+        require_same_everywhere({"mean": found})
+    # Rounded at random twice, 200 times: a deviation of a unit / 2 of the mean's block, times sqrt(2 / 200); six of them.
+    allowed = 6 * 0.5 * float(wanted.max()) / 127 * math.sqrt(2 / 200)
+    assert largest(found - wanted) < allowed
+    assert largest(wanted[:, 1:]) > allowed / 2  # so that zeros, as without offsets, would not be right for all
+    assert float((found - wanted)[:, 1:].square().mean().sqrt()) < allowed / 6
+
+
+@in_ranks(2)
+def test_the_report_has_the_share_of_values_that_arrive_as_zero() -> None:
+    given = torch.zeros(2, 512)
+    given[:, 0], given[0, 1:257] = 1000.0, 1e-5  # 256 of 258 values arrive as zero
+    with training(Values(2, 512), "ddp", "plain SGD", wire="int8") as (ddp, _):
+        assert ddp.report().zeroed is None
+        mean_of_exchanges(ddp, None, given, 1)
+        assert ddp.report().zeroed == 256 / 258
+        assert "99% of the gradient values that are not zero arrive as zero" in str(ddp.report())
+        assert ddp.report().scalars()["undertow/zeroed"] == 256 / 258
+    with training(Values(2, 512), "ddp", "plain SGD") as (ddp, _):
+        mean_of_exchanges(ddp, None, given, 1)
+        assert ddp.report().zeroed is None
+        assert "arrive as zero" not in str(ddp.report())
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    ("wire", "value", "dtype", "told"),
+    [
+        ("float16", 1e-8, torch.float32, "are too small for wire='float16', and arrive as zero in every step"),
+        ("float16", 1e6, torch.float32, "are too large for wire='float16', and arrive as Inf"),
+        ("int8", 1e-50, torch.float64, "are too small for wire='int8', and arrive as zero in every step"),
+        ("int8", 1e50, torch.float64, "are too large for wire='int8', and arrive as Inf"),
+        ("bfloat16", 1e50, torch.float64, "are too large for wire='bfloat16', and arrive as Inf"),
+        ("float16", 1e-6, torch.float32, None),
+        ("int8", 1e-43, torch.float32, None),
+        ("int8", 1e-30, torch.float64, None),
+    ],
+    ids=str,
+)
+def test_values_outside_of_a_formats_range_are_told_once(
+    strategy: str, wire: str, value: float, dtype: torch.dtype, told: str | None
+) -> None:
+    given = torch.ones(4, 512, dtype=dtype)
+    given[:2] = value
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        training(Values(4, 512).to(dtype), strategy, "plain SGD", wire=wire) as (
+            ddp,
+            opt,
+        ),
+    ):
+        warnings.simplefilter("always")
+        mean_of_exchanges(ddp, None, given, 2)
+        opt.step()
+        mean_of_exchanges(ddp, None, given, 5)
+    texts = [str(each.message) for each in caught if "gradient values" in str(each.message)]
+    assert len(texts) == (told is not None)
+    assert all(f"gradient values {told}.\n  parameter 'values'\n" in text for text in texts)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_an_inf_of_one_rank_arrives_as_such(strategy: str, bad: float) -> None:
+    given = torch.ones(2, 512)
+    if dist.get_rank() == 1:
+        given[0, 5] = bad
+    with training(Values(2, 512), strategy, "plain SGD", wire="int8") as (ddp, opt):
+        for _ in range(2):  # whole, and in shards
+            found = mean_of_exchanges(ddp, None, given, 1)
+            assert float(found[0, 5]) == bad
+            assert not bool(found[0].isfinite().any())
+            assert torch.equal(found[1], torch.ones(512, dtype=torch.float64))
+            opt.zero_grad()
+            opt.step()

@@ -38,6 +38,8 @@ from undertow.engine.trying import NUM_STEPS_COUNTED, Trying
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
 from undertow.ranks import agreement, connections, patience
+from undertow.ranks.dither import Stage as Stage
+from undertow.ranks.dither import Turn as Turn
 from undertow.ranks.exchanges import P2PCollectives
 from undertow.ranks.group import BACKENDS, Abilities, GroupRef
 from undertow.ranks.parcels import FullWidth
@@ -116,6 +118,17 @@ def exchanges_of(model: Model) -> list[P2PCollectives]:
     compiled = assembly_of(model)
     found = (compiled.reducer.exchanges, *compiled.layout.exchanges)
     return [each for each in found if isinstance(each, P2PCollectives)]
+
+
+def turn_of(model: Model) -> Turn:
+    """The offsets that the last synchronization added before it rounded."""
+    return assembly_of(model).turns.now
+
+
+def turn_of_experts(model: Model) -> Turn:
+    """The same, of a model's only group of experts."""
+    (experts,) = sync_of(model).experts
+    return turn_of(experts)
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:

@@ -10,12 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from support.inside import Stage, Turn
 from support.models import noise
 from undertow import DistributedDataParallel, Outer, SyncConfig
 from undertow.wire import WIRES
 
 
-def sent(values: Tensor, name: str | None) -> Tensor:
+def offsets(name: str | None, turn: Turn, stage: Stage, rank: int = 0) -> Tensor | None:
+    """Returns the offsets that a format adds before it rounds; None if it adds none."""
+    if name is None or not WIRES[name].is_dithered:
+        return None
+    return turn.offsets(WIRES[name].block, stage, rank=rank, device=torch.device("cpu"))
+
+
+def sent(values: Tensor, name: str | None, dither: Tensor | None = None) -> Tensor:
     """Returns the values of a parameter as they arrive in a format."""
     if name is None or values.numel() < WIRES[name].block:
         return values.clone()
@@ -23,7 +31,7 @@ def sent(values: Tensor, name: str | None) -> Tensor:
     padded = torch.zeros(-(-flat.numel() // wire.block) * wire.block)
     padded[: flat.numel()] = flat
     message = torch.empty(wire.num_bytes(padded.numel()), dtype=torch.uint8)
-    wire.encode(padded, message)
+    wire.encode(padded, message, dither)
     arrived = torch.empty_like(padded)
     wire.decode(message, arrived, adds=False)
     return arrived[: flat.numel()].view_as(values)
@@ -51,7 +59,7 @@ class NaiveOuter:
         for index in range(count):
             if number >= outer.every and (number - index * outer.every // count) % outer.every == 0:
                 bad = {place for place in range(len(self.models)) if self._is_bad(place, index)}
-                self.means[index] = {name: self._mean(name, bad) for name in self.fragments[index]}
+                self.means[index] = {name: self._mean(name, bad, number) for name in self.fragments[index]}
                 self.due[index] = number + int(outer.delay)
                 if outer.delay == 0:
                     self._outer_step(index)
@@ -63,7 +71,7 @@ class NaiveOuter:
             not own[name].isfinite().all() and not torch.equal(own[name], self.globals[name]) for name in self.fragments[index]
         )
 
-    def _mean(self, name: str, bad: set[int]) -> Tensor:
+    def _mean(self, name: str, bad: set[int], number: int) -> Tensor:
         """Returns the mean over the replicas that are not bad, which send zeros."""
         count, num_good = len(self.models), len(self.models) - len(bad)
         local = [dict(model.named_parameters()).get(name) for model in self.models]
@@ -72,9 +80,13 @@ class NaiveOuter:
             if not buffers or all(torch.equal(buffer, buffers[0]) for buffer in buffers):
                 return buffers[0].clone() if buffers else self.globals[name]
             return sum(buffers[1:], start=buffers[0].clone()) / len(buffers)
+        wire, turn = self.outer.wire, Turn(number)
         zero = torch.zeros_like(self.globals[name])
-        parts = [sent(zero if place in bad else self.globals[name] - one, self.outer.wire) for place, one in enumerate(local)]
-        mean = sent(sum(parts[1:], start=parts[0]) / count, self.outer.wire)
+        parts = []
+        for place, one in enumerate(local):
+            own = zero if place in bad else self.globals[name] - one
+            parts.append(sent(own, wire, offsets(wire, turn, Stage.OWN, place)))
+        mean = sent(sum(parts[1:], start=parts[0]) / count, wire, offsets(wire, turn, Stage.MEAN))
         return mean * (count / num_good) if 0 < num_good < count else mean
 
     def _outer_step(self, index: int) -> None:

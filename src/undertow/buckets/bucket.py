@@ -36,6 +36,7 @@ from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import TrailerCodec
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
+from undertow.ranks.dither import Stage, Turn
 from undertow.ranks.exchanges import Collectives
 from undertow.ranks.parcels import Encoded, Parcel
 from undertow.ranks.transport import Handle, OwnGroup
@@ -250,12 +251,13 @@ class LiveBucket(ABC):
         """
 
     @abstractmethod
-    def launch(self, *, keeps_own: bool, is_discarded: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_discarded: bool, turn: Turn) -> None:
         """Sends the packed gradients and the trailer.
 
         Args:
             keeps_own: A copy of this rank's gradients is kept if the reduction rounds them.
             is_discarded: An earlier result must stay; only shards have memory for both.
+            turn: The offsets of this synchronization, for formats that take them.
         """
 
     def launch_across(self) -> None:
@@ -425,6 +427,11 @@ class LiveBucket(ABC):
                 largest = min(largest, parcel.wire.largest)
             finite.check(values, self.spec, self.trailer, largest)
 
+    def _count_lost(self, values: Tensor, parcel: Parcel | None) -> None:
+        """Counts values to be sent that arrive as zero, or not at all, if it is time for that."""
+        if self.shared.reducer.lost.is_counting and isinstance(parcel, Encoded):
+            self.shared.reducer.lost.count(values, self.spec, self.shared.plan, parcel)
+
     def _travels_in(self, parcels: Sequence[Parcel | None], wire_bytes: int) -> None:
         self.encoded = [parcel for parcel in parcels if isinstance(parcel, Encoded)]
         self.wire_bytes = wire_bytes
@@ -537,7 +544,7 @@ class DenseBucket(LiveBucket):
         for view in absent:
             view.zero_()
 
-    def launch(self, *, keeps_own: bool, is_discarded: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_discarded: bool, turn: Turn) -> None:
         reducer, flat = self.shared.reducer, self.memory.flat
         for gap in self.memory.gaps:
             gap.zero_()
@@ -552,9 +559,11 @@ class DenseBucket(LiveBucket):
             self.handles = [self._reduce_flat(flat)]
         else:
             assert reducer.exchanges is not None  # which send the parcel
-            self.handles = [
-                reducer.exchanges.all_reduce(flat, self._parcel, trailer=self.memory.trailer)
-            ]
+            parcel = self._parcel.dithered(
+                turn, Stage.OWN, rank=reducer.group.rank, device=flat.device
+            )
+            self._count_lost(flat, parcel)
+            self.handles = [reducer.exchanges.all_reduce(flat, parcel, trailer=self.memory.trailer)]
 
     def values(self) -> Sequence[Tensor]:
         return (self.memory.gradients,)
@@ -640,7 +649,7 @@ class SparseBucket(LiveBucket):
             param.grad = None
         return unused
 
-    def launch(self, *, keeps_own: bool, is_discarded: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_discarded: bool, turn: Turn) -> None:
         self._mark_nonfinite(self._values)
         self.marks.launched = self.shared.recorder.mark()
         self.handles = self._reduce_with_trailer(self._values)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.finite import FiniteCheck
+from undertow.buckets.lost import LostValues
 from undertow.config import SyncConfig, refused
 from undertow.plan import Bucket, Plan
 from undertow.plan.layout import equal_parts
@@ -54,6 +55,11 @@ class Reducer:
         """Looks for values that are not finite; None if nobody asks for them."""
         is_off = self.config.nonfinite == "ignore"
         return None if is_off else FiniteCheck(is_host=self.group.hardware.is_host)
+
+    @cached_property
+    def lost(self) -> LostValues:
+        """Counts the values that formats lose."""
+        return LostValues(self.group.hardware)
 
     def close(self) -> None:
         """Ends the threads of the exchanges and the hook."""

@@ -410,6 +410,7 @@ class Engine:
             hooks.arrived_before.clear()
             self.progress.is_averaged()
             current_plan.is_stale = True
+        ended.compiled.reducer.lost.round_ends()
         if self.checks.numbers.is_on:
             self.checks.numbers.round_ends(ended, plan)
         if found.readings or found.taken:

@@ -27,6 +27,7 @@ from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.measuring import Present
 from undertow.errors import ReplicaMismatch, UndertowError
 from undertow.plan import Bucket, Plan, signature_of
+from undertow.ranks.dither import Rotation
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import (
     Op,
@@ -37,6 +38,7 @@ from undertow.schedule import (
     lower_data_parallel,
 )
 from undertow.torch_private import private
+from undertow.wire import WIRES
 
 # For each group of an optimizer that has stepped: its name, and its settings by name.
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
@@ -78,6 +80,8 @@ class CompiledPlan:
         self.layout = Layout(reducer.group) if layout is None else layout
         self.generation = 0
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
+        is_host = reducer.group.hardware.is_host
+        self.turns: Rotation = Rotation(is_host=is_host) if before is None else before.turns
         if before is not None:
             self.generation = before.generation + 1
             self.snapshots += before.snapshots
@@ -144,6 +148,10 @@ class CompiledPlan:
             self.reducer.finite.begin()
         # In case no forward has. Autograd detects most parameters that were read too early.
         self.layout.wait_for_parameters()
+        if is_synchronized and any(self.plan.wires):
+            if any(wire is not None and WIRES[wire].is_dithered for wire in self.plan.wires):
+                self.turns.advance(self.params)
+            self.reducer.lost.begin()
         if not self.snapshots or not is_synchronized:
             return []
         there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]
@@ -473,6 +481,7 @@ class Round:
         bucket.launch(
             keeps_own=self.terms.keeps_own,
             is_discarded=self.has_failed or self.kind is RoundKind.RETIRE,
+            turn=self.compiled.turns.now,
         )
         self.compiled.group.makes_call(bucket.label)
         recorder = self.compiled.recorder

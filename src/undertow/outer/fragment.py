@@ -29,6 +29,7 @@ from undertow.outer.facts import MODULO, ReplicaFacts, not_finite, overflowed, r
 from undertow.outer.parcels import EncodedMean, MeanInFullWidth
 from undertow.outer.replicas import Replicas
 from undertow.plan.layout import ParamSpec, equal_parts, padded_numel, slots_of
+from undertow.ranks.dither import Stage, Turn
 from undertow.ranks.parcels import Encoded, Parcel
 from undertow.ranks.transport import Handle
 from undertow.torch_private import private
@@ -243,10 +244,13 @@ class Fragment:
         self._is_new = False
         flight = self.flight = Flight(due, whole, sent)
         flight.started_s = flight.done_s = time.perf_counter()
-        with column.waiting(""):
-            flight.handle = replicas.exchanges.all_reduce(
-                sent[:], self.parcel, trailer=sent[numel:]
+        parcel = self.parcel
+        if isinstance(parcel, Encoded):
+            parcel = parcel.dithered(
+                Turn(step), Stage.OWN, rank=column.rank, device=self.values.device
             )
+        with column.waiting(""):
+            flight.handle = replicas.exchanges.all_reduce(sent[:], parcel, trailer=sent[numel:])
         column.makes_call(f"fragment {self.index}")
         flight.handle.on_done(flight.notes_end)
 

@@ -12,13 +12,14 @@ Reasons: docs/design/exchanges.md.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from undertow.plan.layout import round_up
+from undertow.ranks.dither import Stage, Turn
 from undertow.wire import Wire, forget_scratch
 
 ALIGN_BYTES = 16  # of the values in full width, so that any dtype can be viewed there
@@ -87,6 +88,26 @@ class Encoded:
     is_narrow: ClassVar = True
     codings: list[Coding] = field(default_factory=list, compare=False)
     is_host: bool = True
+    own_dither: Tensor | None = field(default=None, compare=False)
+    mean_dither: Tensor | None = field(default=None, compare=False)
+
+    def dithered(self, turn: Turn, stage: Stage, *, rank: int, device: torch.device) -> "Encoded":
+        """Returns the parcel of one synchronization, with offsets if the format takes them.
+
+        Args:
+            turn: The one of this synchronization.
+            stage: The stage of `messages`.
+            rank: This rank's place in the group that exchanges the messages.
+            device: Of the values.
+        """
+        if not self.wire.is_dithered:
+            return self
+        block = self.wire.block
+        return replace(
+            self,
+            own_dither=turn.offsets(block, stage, rank=rank, device=device),
+            mean_dither=turn.offsets(block, Stage.MEAN, rank=0, device=device),
+        )
 
     def payload(self, itemsize: int) -> int:
         return sum(self.sizes)
@@ -105,18 +126,19 @@ class Encoded:
         found = [room(size, torch.uint8) for size in self.sizes]
         with self._noted("encode"):
             for index, part in enumerate(self.parts):
-                self._encode(values[part.start : part.stop], index, found[index])
+                own = values[part.start : part.stop]
+                self._encode(own, index, found[index], self.own_dither)
         return found
 
     def write(self, part: Tensor, index: int, message: Tensor) -> None:
         with self._noted("encode"):
-            self._encode(part, index, message)
+            self._encode(part, index, message, self.mean_dither)
 
-    def _encode(self, part: Tensor, index: int, message: Tensor) -> None:
+    def _encode(self, part: Tensor, index: int, message: Tensor, dither: Tensor | None) -> None:
         num_narrow = self._num_narrow(index)
         num_bytes = self.wire.num_bytes(num_narrow)
         if num_narrow:
-            self.wire.encode(part[:num_narrow], message[:num_bytes])
+            self.wire.encode(part[:num_narrow], message[:num_bytes], dither, is_host=self.is_host)
         if num_narrow < len(part):
             self._in_full_width(message, num_bytes).copy_(part[num_narrow:])
 

@@ -33,6 +33,7 @@ from undertow.buckets.bucket import DenseBucket, Shared, has_values, strides_of_
 from undertow.device import device_of
 from undertow.errors import ShardedGradientError
 from undertow.plan import Bucket, Slot
+from undertow.ranks.dither import Turn
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.parcels import Encoded
 from undertow.ranks.transport import OwnGroup
@@ -419,6 +420,7 @@ class ShardedBucket(DenseBucket):
 
     def _make_parcels(self) -> None:
         self._parcels = parcel, crossing = self._groups.parcels_of(self.spec)
+        self._crossing = crossing  # of the reduction under way
         num_bytes = self._groups.wire_bytes(self.spec, parcel, crossing)
         self._travels_in([parcel, crossing], num_bytes)
 
@@ -444,7 +446,7 @@ class ShardedBucket(DenseBucket):
     def _copy_in(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
         self._copies.append(partial(super()._copy_in, start, grads, are_new=are_new))
 
-    def launch(self, *, keeps_own: bool, is_discarded: bool) -> None:
+    def launch(self, *, keeps_own: bool, is_discarded: bool, turn: Turn) -> None:
         memory = self.memory
         self._reduced = torch.empty_like(self.shard) if is_discarded or self.live else self.shard
         self.marks.launched = self.shared.recorder.mark()
@@ -455,8 +457,12 @@ class ShardedBucket(DenseBucket):
             for gap in memory.gaps:
                 gap.zero_()
             self._mark_nonfinite((memory.gradients,))
+            # If only rows exchange in a format, values are counted as if they did within rows.
+            self._count_lost(memory.flat, parcel if isinstance(parcel, Encoded) else self._crossing)
 
-        parcel, _ = self._parcels
+        parcel, self._crossing = self._groups.dithered(
+            self._parcels, turn, device=memory.flat.device
+        )
         self.handles = [
             self._groups.shard.reduce_scatter(
                 memory.flat, self._reduced, parcel, trailer=memory.trailer, fill=fill
@@ -465,7 +471,7 @@ class ShardedBucket(DenseBucket):
 
     def launch_across(self) -> None:
         replicate = self._groups.replicate
-        _, crossing = self._parcels
+        crossing = self._crossing
         # the schedule of a strategy with two axes
         assert replicate is not None
         assert crossing is not None

@@ -13,6 +13,7 @@ import torch
 from undertow.config import SyncConfig
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts, round_up
+from undertow.ranks.dither import Stage, Turn
 from undertow.ranks.exchanges import Collectives, accumulation_dtype, exchanges_over
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
@@ -81,6 +82,21 @@ class ShardGroups:
             all_parts=equal_parts(num_rows, part_numel, stop=padded_numel),
         )
         return parcel, crossing
+
+    def dithered(
+        self, parcels: tuple[Parcel, Parcel | None], turn: Turn, *, device: torch.device
+    ) -> tuple[Parcel, Parcel | None]:
+        """Returns the parcels of one synchronization, with the offsets of its turn.
+
+        The stages have different ones: a sum over a row has been rounded before.
+        """
+        inside, across = parcels
+        if isinstance(inside, Encoded):
+            inside = inside.dithered(turn, Stage.OWN, rank=self.shard.group.rank, device=device)
+        if self.replicate is not None and isinstance(across, Encoded):
+            rank = self.replicate.group.rank
+            across = across.dithered(turn, Stage.ACROSS, rank=rank, device=device)
+        return inside, across
 
     def shards_of(self, spec: Bucket) -> list[range]:
         """Returns the elements of a bucket that each rank of `shard` has, as they are gathered."""

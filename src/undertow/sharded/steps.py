@@ -28,6 +28,7 @@ from undertow.engine.progress import params_of
 from undertow.errors import ConfigError, PhaseError, listed, require
 from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import Agreement
+from undertow.ranks.dither import Turn
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
 from undertow.sharded.bucket import (
@@ -155,12 +156,12 @@ class Sharding(Layout):
             placeholder.bind_to(param)
 
     @torch.no_grad()
-    def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]]) -> None:
+    def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]], turn: Turn) -> None:
         """Replaces gradients that were reduced whole, and rounded, by parts reduced as in the
         following steps.
 
         A collective call. `own` has this rank's gradients by parameter, each with False if
-        something has changed `.grad` since.
+        something has changed `.grad` since. `turn` is the one of that reduction.
         """
         for bucket in self.plan.buckets:
             if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
@@ -172,7 +173,8 @@ class Sharding(Layout):
                 gradient = self.group.hardware.keep(own[slot.param][0])
                 values = in_memory_order(gradient, self.strides[slot.param])
                 sent[slot.start : slot.stop] = values
-            parcel, crossing = self.groups.parcels_of(bucket)
+            parcels = self.groups.parcels_of(bucket)
+            parcel, crossing = self.groups.dithered(parcels, turn, device=sent.device)
             handle = self.groups.shard.reduce_scatter(sent, shard, parcel, trailer=trailer)
             if self.groups.replicate is not None and crossing is not None:
                 handle = self.groups.replicate.all_reduce_behind(
@@ -460,7 +462,7 @@ class ShardedSteps:
         sharding = Sharding(plan, compiled.params, self._strategy, self._groups, compiled.recorder)
         current_plan.follow_layout(plan, sharding)
         sharding.adopt_gradients(not_averaged)
-        sharding.reduce_again(own)
+        sharding.reduce_again(own, compiled.turns.now)
         self._are_changed = False
         return sharding
 

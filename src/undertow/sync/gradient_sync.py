@@ -400,6 +400,7 @@ class GradientSync:
             why_fixed=why_fixed(compiled.reducer),
             wire=self._config.wire,
             param_wire=self._config.param_wire,
+            zeroed=compiled.reducer.lost.share,
             experts=self._of_experts(GradientSync.report),
             outer=None if self.outer is None else self.outer.report(),
         )

@@ -110,6 +110,9 @@ class StepReport(Shown):
     # the settings of this name
     wire: str | tuple[str | None, ...] | None = None
     param_wire: str | None = None
+    # share of this rank's nonzero gradient values that arrived as zero when they were last counted;
+    # None: no format
+    zeroed: float | None = None
     # the model is compiled as a whole, and its gradients become ready all at once
     is_one_graph: bool
     rank: int
@@ -247,7 +250,7 @@ _SCALARS = (
         "communication_ms",
     ),
     *("exposed_ms", "late_rank_ms", "processors_ms", "overlap", "gather_ms", "gather_exposed_ms"),
-    *("synchronized_ms", "limit_ms", "slowest_rank", "num_steps", "num_skipped"),
+    *("synchronized_ms", "limit_ms", "slowest_rank", "num_steps", "num_skipped", "zeroed"),
 )
 
 
@@ -267,6 +270,7 @@ _LEAST_MS = 1.0
 # a poor step is exposed, so the cause is worth more than a twentieth of the step.
 _MOST = 0.5
 _LEAST_WORTH = 0.05  # of the step: what another plan has to save before it is advised
+_LEAST_ZEROED = 0.01  # share of values, to be shown
 
 
 def _late_rank(report: StepReport) -> str:
@@ -386,6 +390,11 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
             "The model is compiled as one graph, for none of its buckets has 1 MiB: its "
             "gradients come all at once.\n"
             "Set bucket_cap_mb to 1 or more, or compile its layers one by one."
+        )
+    if report.zeroed is not None and report.zeroed >= _LEAST_ZEROED:
+        yield (
+            f"{report.zeroed:.0%} of the gradient values that are not zero arrive as zero, because "
+            "they are small in their block (the last count)."
         )
     if report.num_skipped > 0:
         yield f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}"
