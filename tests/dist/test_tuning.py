@@ -42,7 +42,7 @@ TRAINED = {
         events=f"zero, forward 012, accumulate, {STEP[6:]}, zero in-place, forward 012, accumulate, {STEP[6:]}",
         times=UNTIL_A_MOVE + 3,
     ),
-    "a unit that is frozen for a while": Program(events=", ".join([*[STEP] * 15, "freeze 0", *[STEP] * 3, "thaw 0"]), times=5),
+    "a unit that is frozen for a while": Program(events=", ".join([*[STEP] * 17, "freeze 0", *[STEP] * 3, "thaw 0"]), times=5),
 }
 
 
@@ -67,7 +67,7 @@ FIXED: dict[str, tuple[dict[str, Any], str]] = {
     HOOK: ({}, "a communication hook may keep state for every bucket"),
     DETERMINISTIC: (
         {},
-        "trials have ended after 4 steps: torch.use_deterministic_algorithms is on, and another plan rounds differently",
+        "trials have ended after 6 steps: torch.use_deterministic_algorithms is on, and another plan rounds differently",
     ),
 }
 
@@ -207,7 +207,7 @@ def test_a_sweep_over_sizes_is_in_the_profile_where_somebody_asks_for_it() -> No
 
 @pytest.mark.slow
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("step_of_the_change", [1, 6, 8, 12, 13])
+@pytest.mark.parametrize("step_of_the_change", [1, 6, 8, UNTIL_A_MOVE - 1, UNTIL_A_MOVE])
 def test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times(step_of_the_change: int) -> None:
     with scripted(one_each), training(MLP.model(), "ddp") as (ddp, _):
         backwards(ddp, MLP.loss, range(step_of_the_change))
@@ -252,7 +252,7 @@ def test_the_steps_of_the_slowest_rank_decide(best: int) -> None:
     ):
         plans.append(lambda: ddp.plan)
         first = len(ddp.plan.buckets)
-        train(ddp, opt, loss_of_stack, steps=range(200))
+        train(ddp, opt, loss_of_stack, steps=range(300))
         told = ddp.explain()
     assert abs(math.log2(len(ddp.plan.buckets) / best)) < 0.2 < abs(math.log2(first / best)), str(told)
     assert told.why.startswith("its steps were the fastest: "), str(told)
@@ -266,13 +266,13 @@ def test_a_step_of_another_length_drops_trials_which_begin_again_once() -> None:
         first = ddp.plan.groups
         for step in range(40):
             # One step of a window, and one of the window after it, accumulate two backwards.
-            for _ in range(2 if step in (11, 15) else 1):
-                with ddp.no_sync() if step in (11, 15) and not _ else contextlib.nullcontext():
+            for _ in range(2 if step in (11, 17) else 1):
+                with ddp.no_sync() if step in (11, 17) and not _ else contextlib.nullcontext():
                     MLP.loss(ddp, step).backward()
             opt.step()
             opt.zero_grad()
         assert ddp.plan.groups != one_each(ddp.plan)
-        assert ddp.explain().why == "trials have ended after 8 steps: steps have accumulated more or fewer backwards again"
+        assert ddp.explain().why == "trials have ended after 12 steps: steps have accumulated more or fewer backwards again"
         assert len(first) == len(ddp.plan.groups)
     assert len(seen) == 2
 
@@ -293,7 +293,7 @@ def test_models_of_one_process_try_plans_one_after_the_other() -> None:
                     moved_at.setdefault(name, step)
     assert len(seen) == 2
     assert of_all_ranks(moved_at) == [moved_at] * 2
-    assert 0 < moved_at["second"] - moved_at["first"] <= 5
+    assert 0 < moved_at["second"] - moved_at["first"] <= 7
 
 
 @in_ranks(2)

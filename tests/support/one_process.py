@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module
 from torch.optim import optimizer
 
+from support.inside import NUM_STEPS_UNTIL_A_MOVE as NUM_STEPS_UNTIL_A_MOVE
 from support.scripted import scripted
 from undertow import GradientSync, SyncConfig, attach
 from undertow.buckets import comm_hook, reducer

@@ -20,7 +20,7 @@ from undertow.plan import Plan
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.tune import Trials, Verdict
 
-NUM_STEPS_COUNTED = 3  # of a window. The step that ends with a new plan's first round is left out
+NUM_STEPS_COUNTED = 5  # of a window. The step that ends with a new plan's first round is left out
 MOST_DROPS = 2  # trials that are dropped begin again once
 _MOST_TIMES_BLOCKED = 100  # windows in which another model of the process tried plans
 
@@ -36,7 +36,7 @@ class _Obstacle(IntEnum):
 class Trying:
     """The windows of the trials of one set of parameters.
 
-        move ──> a round ──> three rounds, whose steps are timed ──> times of all ranks ──> move
+        move ──> a round ──> five rounds, whose steps are timed ──> times of all ranks ──> move
                                                   sent when the last one ends, received when the
                                                   next one begins
 

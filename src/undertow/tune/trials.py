@@ -20,11 +20,14 @@ from undertow.wire import AUTO, AUTO_WIRE
 MOST_CANDIDATES = 6
 # A candidate must be faster than the present plan by this share, in the mean over pairs.
 LEAST_GAIN = 0.02
-# It must be faster beyond doubt: Student's t, one-sided, at 0.05 %, for 3 pairs, 4, and so on.
-# A trial looks up to ten times, two or more candidates are tried, and the windows of a busy machine
-# are not independent; so a plan that is no better is taken in one run of a hundred.
-_BEYOND_DOUBT = (31.6, 12.92, 8.61, 6.87, 5.96, 5.41, 5.04, 4.78, 4.59, 4.44)
-_LEAST_PAIRS = 3
+# It must be faster beyond doubt: Student's t, one-sided, at 0.01 %, for 4 pairs, 5, and so on.
+# A trial looks up to 13 times, two or more candidates are tried, and the windows of a busy machine
+# are not independent; so a plan that is no better is taken in less than one run of a hundred.
+_BEYOND_DOUBT = (
+    *(22.20, 13.03, 9.68, 8.02, 7.06, 6.44, 6.01),
+    *(5.69, 5.45, 5.26, 5.11, 4.99, 4.88),
+)
+_LEAST_PAIRS = 4
 _MOST_PAIRS = _LEAST_PAIRS + len(_BEYOND_DOUBT) - 1
 _HOPELESS = 0.10  # a first window that is longer by this share is the last one
 # Pairs that agree by chance are not more certain than windows of a quiet machine (0.4 %).

@@ -738,6 +738,7 @@ def test_buckets_of_shards_prepare_messages_for_shards_only() -> None:
         assert errors_of(2, train, strategy="zero1") == ["", ""]
 
 
+MOVES_AT = one_process.NUM_STEPS_UNTIL_A_MOVE  # the first step under a plan that is taken after one window
 MOVES = [[[0, 1], [2, 3, 4, 5]], [[5, 4, 3], [2, 1, 0]], [[0], [1], [2], [3], [4], [5]], None]
 
 
@@ -747,7 +748,7 @@ def test_ranks_move_to_the_plan_that_is_tried(groups: list[list[int]] | None) ->
 
     def train(training: Training) -> None:
         plans = []
-        for _ in range(16):
+        for _ in range(MOVES_AT + 3):
             training.module.zero_grad()
             training.backward()
             everyone = training.rank.gather(training.own())
@@ -758,8 +759,8 @@ def test_ranks_move_to_the_plan_that_is_tried(groups: list[list[int]] | None) ->
             plans.append(training.sync.plan.groups)
         wanted = plans[5] if groups is None else tuple(map(tuple, groups))
         assert plans[-1] == wanted
-        assert plans.index(wanted) == 13 or groups is None
-        assert plans[2] == plans[12]
+        assert plans.index(wanted) == MOVES_AT or groups is None
+        assert plans[2] == plans[MOVES_AT - 1]
         generations.add(training.sync.report().plan_since or 0)
 
     with one_process.decides(groups):
@@ -772,7 +773,7 @@ def test_no_plan_is_tried_with_shards(strategy: str) -> None:
     def train(training: Training) -> None:
         training.optimizer = ShardedOptimizer(torch.optim.SGD, training.sync, lr=0.0)
         plans = []
-        for _ in range(16):
+        for _ in range(MOVES_AT + 3):
             training.step()
             plans.append(training.sync.plan)
         assert all(plan is plans[2] for plan in plans[2:])
@@ -815,7 +816,7 @@ def test_a_candidate_that_a_rank_has_no_memory_for_is_left_out_on_all(refuses: R
         return make(layout, shared)
 
     def train(training: Training) -> None:
-        for _ in range(20):
+        for _ in range(MOVES_AT + 8):
             training.module.zero_grad()
             training.backward()
             training.require_mean()
@@ -834,7 +835,7 @@ def test_a_candidate_that_a_rank_has_no_memory_for_is_left_out_on_all(refuses: R
 def test_ranks_move_if_only_the_formats_change(bucket_cap_mb: float | None) -> None:
     def train(training: Training) -> None:
         plans = []
-        for _ in range(15):
+        for _ in range(MOVES_AT + 3):
             training.module.zero_grad()
             training.backward()
             grads = [training.sync.full_gradient(param) for param in training.module.parameters()]
@@ -842,8 +843,9 @@ def test_ranks_move_if_only_the_formats_change(bucket_cap_mb: float | None) -> N
                 assert all(map(torch.equal, grads, others))
             training.optimizer.step()
             plans.append(training.sync.plan)
-        assert [plan.wires for plan in (plans[12], plans[13], plans[-1])] == [(None,), ("bfloat16",), ("bfloat16",)]
-        assert plans[12].groups == plans[13].groups
+        before, after = plans[MOVES_AT - 1], plans[MOVES_AT]
+        assert [plan.wires for plan in (before, after, plans[-1])] == [(None,), ("bfloat16",), ("bfloat16",)]
+        assert before.groups == after.groups
 
     with one_process.decides([[5, 4, 3, 2, 1, 0]], ["bfloat16"]):
         assert errors_of(2, train, bucket_cap_mb=bucket_cap_mb, wire="auto") == ["", ""]
@@ -875,12 +877,12 @@ def test_ranks_measure_once_and_send_nothing_else_afterwards(settings: dict[str,
         names: list[str] = []
         training.rank.at_start = names.append
         nums = []
-        for _ in range(15):
+        for _ in range(MOVES_AT + 2):
             names.clear()
             training.step()
             nums.append(len(names))
         assert nums[0] == nums[-1] + 1  # rank 0's order
-        assert sum(nums[1:]) == 14 * nums[-1] + num_more
+        assert sum(nums[1:]) == (MOVES_AT + 1) * nums[-1] + num_more
         assert not one_process.is_timed(training.sync)
 
     with one_process.decides(None):

@@ -54,15 +54,15 @@ def sizes_tried(trials: Trials) -> list[tuple[int, bool]]:
         ([100.0], [111.0], Verdict.KEPT),  # hopeless
         ([100.0], [109.0], Verdict.GO_ON),
         ([100.0, 100.0], [90.0], Verdict.GO_ON),  # one pair has no spread
-        ([100.0] * 3, [90.0] * 2, Verdict.GO_ON),  # nor do two show much
-        ([100.0] * 4, [90.0] * 3, Verdict.TAKEN),
-        ([100.0] * 4, [90.0] * 4, Verdict.GO_ON),  # the last pair lacks a neighbor
+        ([100.0] * 4, [90.0] * 3, Verdict.GO_ON),  # nor do three show much
+        ([100.0] * 5, [90.0] * 4, Verdict.TAKEN),
+        ([100.0] * 5, [90.0] * 5, Verdict.GO_ON),  # the last pair lacks a neighbor
         ([100.0] * 3, [98.5] * 2, Verdict.KEPT),  # 1.5 % is too little
-        ([100.0] * 4, [97.0] * 3, Verdict.GO_ON),
-        ([100.0] * 5, [97.0] * 4, Verdict.TAKEN),
-        ([100.0, 130.0, 160.0, 190.0], [104.0, 131.0, 158.0], Verdict.TAKEN),  # the machine becomes slower meanwhile
+        ([100.0] * 5, [97.0] * 4, Verdict.GO_ON),
+        ([100.0] * 6, [97.0] * 5, Verdict.TAKEN),
+        ([100.0, 130.0, 160.0, 190.0, 220.0], [92.0, 116.0, 140.0, 164.0], Verdict.TAKEN),  # a machine that becomes slower
         ([100.0, 140.0, 100.0, 140.0], [108.0, 108.0, 90.0], Verdict.GO_ON),  # too wild to know
-        ([100.0, 140.0] * 6 + [100.0], [100.0, 120.0] * 6, Verdict.KEPT),  # twelve pairs are the most
+        ([100.0, 140.0] * 8 + [100.0], [95.0, 130.0] * 8, Verdict.KEPT),  # sixteen pairs are the most
     ],
 )
 def test_the_rule(present: list[float], candidate: list[float], expected: Verdict) -> None:
