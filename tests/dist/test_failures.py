@@ -174,7 +174,7 @@ def test_a_step_after_a_micro_batch_that_failed_is_an_error() -> None:
         ddp.zero_grad()
         with ddp.no_sync():
             loss(ddp).backward()
-        optimizer.step()  # each rank by itself, on purpose
+            optimizer.step()  # each rank by itself, on purpose
         ddp.broadcast_parameters()
         bare.load_state_dict(ddp.module.state_dict())
         step_is_right(ddp, bare, 1)
@@ -236,7 +236,7 @@ def test_an_optimizer_that_steps_in_backward_is_an_error() -> None:
             # The synchronization that the first error has ended counts, and the right one after it.
             assert text_of(PhaseError, loss(ddp, step).backward) == (
                 "an optimizer steps within a backward, on gradients that are not averaged yet.\n"
-                f"  synchronization {2 * step}, rank {dist.get_rank()}\n"
+                f"  SGD, synchronization {2 * step}, rank {dist.get_rank()}\n"
                 "  Step after backward. torch's _apply_optimizer_in_backward is not supported."
             )
             handle.remove()

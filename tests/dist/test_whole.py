@@ -209,11 +209,9 @@ class KeepsTensorsByName(torch.optim.SGD):
 def test_a_state_that_no_other_rank_can_be_sent_is_the_same_error_on_every_rank() -> None:
     with contextlib.closing(DistributedDataParallel(layers())) as model:
         optimizer = ShardedOptimizer(KeepsTensorsByName, model, lr=0.1, whole=True)
-        for _ in range(12):  # longer than until a plan moves
-            optimizer.zero_grad()
-            loss_of(model, 0, dist.get_rank()).backward()
-            optimizer.step()
-        assert "the state of an optimizer that Undertow does not know stays where it is" in str(model.explain())
+        optimizer.zero_grad()
+        loss_of(model, 0, dist.get_rank()).backward()
+        optimizer.step()
         text = text_of(ConfigError, optimizer.state_dict)
         assert re.match(r"state\['[a-z0-9.]+'\]\['factors'\] is of type dict, which cannot go to another rank\.", text)
 

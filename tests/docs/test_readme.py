@@ -164,7 +164,18 @@ SHOWN_BY = {
     "is not stepped, whatever its `.grad`": ["test_with_shards_what_is_frozen_is_not_stepped"],
     "`step()` is for all ranks or none": ["test_with_shards_a_step_of_one_rank_is_an_error"],
     "cannot check that the optimizer is elementwise": ["test_shards_of_an_optimizer_that_is_not_elementwise_train_differently"],
-    "A change of the plan brings": ["test_shards_that_would_be_whole_on_every_rank_for_a_moment_stay"],
+    "is an error inside `join()`, because": ["test_inside_join_such_a_step_is_an_error"],
+    "far below the largest one of its block": [
+        "test_gradients_below_half_a_unit_arrive_on_average",
+        "test_the_least_number_that_a_format_names_arrives_as_zero_and_the_next_does_not",
+    ],
+    "after `load_state_dict(assign=True)`": ["test_an_optimizer_of_parameters_that_a_load_has_replaced_is_told"],
+    "belongs to a state that": [
+        "test_the_states_of_a_run_may_be_loaded_in_any_order",
+        "test_parameters_that_are_loaded_after_a_step_begin_anew_although_a_state_was_loaded_before",
+    ],
+    "a deep copy of the model does without": ["test_a_copy_of_a_mesh_trains_on_without_the_others"],
+    "A step without a forward, a learning rate": ["test_the_step_by_which_torch_makes_a_state_does_not_count"],
     "On a mesh each row": ["test_rows_that_have_drifted_apart_stay_so_until_rank_0_is_followed"],
     "Profiles on GPUs": ["test_a_clock_of_the_device_sees_what_the_host_does_not_wait_for"],
     "Plans do not account": [

@@ -31,6 +31,7 @@ from undertow.checkpoint import files as checkpoint_files
 from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.engine import params as module_params
+from undertow.engine import tuning
 from undertow.engine.engine import Engine
 from undertow.engine.measuring import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.engine.round import CompiledPlan
@@ -95,6 +96,11 @@ def every_step_takes(step_us: Callable[[], float]) -> AbstractContextManager[obj
 
     sends = Trying._send
     return mock.patch.object(Trying, "_send", send)
+
+
+def trials_are(make: Callable[..., object]) -> AbstractContextManager[object]:
+    """Trials that begin are made by `make`."""
+    return mock.patch.object(tuning, "Trials", make)
 
 
 def sync_of(model: Model) -> GradientSync:

@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Any
-from unittest import mock
 
-from undertow.engine import tuning
+from support.inside import trials_are
 from undertow.plan import Groups, Plan, plan_from_groups
 
 
@@ -62,5 +61,5 @@ def scripted(*plans: Callable[[Plan], Groups] | None, wires: Sequence[str | None
         candidate = plan_from_groups(present.params, groups, num_ranks=present.num_ranks, wires=formats, block=block)
         return ScriptedTrials(present, candidate)
 
-    with mock.patch.object(tuning, "Trials", trials):
+    with trials_are(trials):
         yield seen
