@@ -391,17 +391,18 @@ def test_clipping_goes_without_experts_as_well() -> None:
 
 
 @in_ranks(4)
-def test_clipping_what_is_not_synchronized_is_an_error() -> None:
+def test_clipping_averages_first_and_is_an_error_inside_accumulate() -> None:
     with wrapped_mixture(mixture()) as (ddp, _, _):
         with ddp.no_sync():
             loss(ddp, 0).backward()
-        assert text_of(PhaseError, lambda: clip_grad_norm_(ddp, 1.0)) == (
-            "gradients were accumulated and are not synchronized: each rank would compute a different norm.\n"
-            f"  clip_grad_norm_, rank {dist.get_rank()}\n"
-            "  Run the last backward of a step outside of accumulate() and no_sync()."
-        )
-        loss(ddp, 1).backward()
-        assert clip_grad_norm_(ddp, 1.0) > 0.0
+            assert text_of(PhaseError, lambda: clip_grad_norm_(ddp, 1.0)) == (
+                "gradients were accumulated and are not synchronized: each rank would compute a different norm.\n"
+                f"  clip_grad_norm_, rank {dist.get_rank()}\n"
+                "  Clip outside of accumulate() and no_sync(): gradients are averaged there."
+            )
+        with pytest.warns(UserWarning, match="clip_grad_norm_"):
+            norm = clip_grad_norm_(ddp, 1e9)
+        assert of_all_ranks(float(norm)) == [float(norm)] * 4
 
 
 @in_ranks(2)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from support.inside import over_collectives
@@ -14,7 +13,6 @@ from support.models import CASES, Case, noise
 from support.one_process import ranks_of
 from support.programs import Program, run
 from support.ranks import in_ranks
-from support.scripted import all_in_one, one_each, scripted
 from support.sharded import (
     MLP,
     NARROW,
@@ -111,15 +109,6 @@ def test_the_collectives_of_a_backend_do_the_same() -> None:
         require_bits(MLP, num_steps=12, among=[{"strategy": "hybrid"}])
         exact = trained(WHOLE, "hybrid", "SGD", num_steps=12, **SMALL)
     require_equal(trained(WHOLE, "ddp", "SGD", num_steps=12), exact)
-
-
-@pytest.mark.slow
-@in_ranks(4)
-@pytest.mark.parametrize("move", [all_in_one, one_each])
-def test_another_plan_on_the_way_changes_no_bit_on_a_mesh(move: Any) -> None:
-    with scripted(move) as seen:
-        require_bits(TIED, "Adam", num_steps=14, among=[{"strategy": "hybrid"}], plans=[{}])
-    assert (dist.get_rank() == 0) == bool(seen)
 
 
 @pytest.mark.deep

@@ -19,15 +19,15 @@ from support.alike import backwards, of_all_ranks, train
 from support.errors import text_of
 from support.inside import NUM_STEPS_UNTIL_A_MOVE as UNTIL_A_MOVE
 from support.inside import NUM_STEPS_UNTIL_A_PROFILE as UNTIL_A_PROFILE
-from support.inside import every_step_takes
+from support.inside import every_step_takes, refusing_plans
 from support.models import CASES
 from support.naive import TIMEOUT_S, wrapped
 from support.programs import Program, run
 from support.ranks import in_ranks
 from support.scripted import all_in_one, one_each, scripted
-from support.sharded import training
+from support.sharded import parameters, require_equal, training
 from support.timed import Timed
-from undertow import PeerFailed, PhaseError, PlanMismatch
+from undertow import DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch
 from undertow.plan import Plan, grouping
 from undertow.profile import profile_from_file
 
@@ -308,3 +308,43 @@ def test_parameters_that_change_in_the_middle_of_trials_have_trials_of_their_own
     assert told[14].startswith("trials are under way")
     assert told[29].startswith("trials are under way")
     assert told[-1] == "sizes follow from the size of the model"
+
+
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("left_out", [0, 1])
+@pytest.mark.parametrize("place", [UNTIL_A_MOVE - 1, UNTIL_A_MOVE])
+def test_a_rank_that_leaves_a_model_out_in_the_step_of_a_move_holds_nobody_up(left_out: int, place: int) -> None:
+    """With two models in one backward, a rank needs what the others send of one before it comes to the other's vote."""
+    with (
+        scripted(one_each),
+        contextlib.closing(DistributedDataParallel(stack())) as first,
+        contextlib.closing(DistributedDataParallel(stack())) as second,
+    ):
+        models = [first, second]
+        opt = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3)
+        for step in range(2 * UNTIL_A_MOVE):
+            opt.zero_grad()
+            losses = [loss_of_stack(model, step) for model in models]
+            if dist.get_rank() == 1 and step == place:
+                del losses[left_out]
+            torch.stack(losses).sum().backward()
+            opt.step()
+        for model in models:
+            assert of_all_ranks(model.plan.to_json()) == [model.plan.to_json()] * 2
+            assert model.plan.groups == one_each(model.plan)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("refusing_rank", [0, 1])
+def test_gradients_are_right_if_a_rank_has_no_memory_for_the_next_plan(refusing_rank: int) -> None:
+    with (
+        scripted(one_each),
+        refusing_plans(3 if dist.get_rank() == refusing_rank else None),
+        training(MLP.model(), "ddp") as (ddp, opt),
+        training(MLP.model(), "ddp", auto_tune=False) as (twin, other),
+    ):
+        for step in range(UNTIL_A_MOVE + 4):
+            train(ddp, opt, MLP.loss, steps=[step])
+            train(twin, other, MLP.loss, steps=[step])
+        assert len(ddp.plan.buckets) == 1
+        require_equal(parameters(ddp), parameters(twin))

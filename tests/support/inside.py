@@ -25,6 +25,7 @@ from torch import nn
 import undertow.demo.rank
 import undertow.sync.gradient_sync
 from undertow import GradientSync, SyncConfig
+from undertow.buckets.bucket import Layout, Shared
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
 from undertow.buckets.reducer import Reducer
 from undertow.checkpoint import files as checkpoint_files
@@ -96,6 +97,20 @@ def every_step_takes(step_us: Callable[[], float]) -> AbstractContextManager[obj
 
     sends = Trying._send
     return mock.patch.object(Trying, "_send", send)
+
+
+@contextlib.contextmanager
+def refusing_plans(least: int | None) -> Iterator[None]:
+    """This rank has no memory for plans of `least` buckets or more; None refuses none."""
+    make = Layout.live_buckets
+
+    def live_buckets(layout: Layout, shared: Shared) -> Any:
+        if least is not None and len(shared.plan.buckets) >= least:
+            raise MemoryError("none is left")
+        return make(layout, shared)
+
+    with mock.patch.object(Layout, "live_buckets", live_buckets):
+        yield
 
 
 def trials_are(make: Callable[..., object]) -> AbstractContextManager[object]:

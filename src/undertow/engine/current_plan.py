@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ from undertow.engine.tuning import Tuning
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, plan_in_order
 from undertow.ranks.agreement import Agreement, surroundings
-from undertow.ranks.transport import OwnGroup
+from undertow.ranks.transport import Handle, OwnGroup
 
 _log = logging.getLogger("undertow")
 
@@ -62,6 +63,15 @@ class Change:
         return {id(param) for _, param in self.named_params}
 
 
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Whether every rank has the memory of the plan in force, on its way."""
+
+    before: Plan  # the plan that all return to if one has not
+    failed: Tensor  # [1] int64: a rank that has not, or -1
+    handle: Handle
+
+
 class CurrentPlan:
     """Owns the plan in force, `compiled`, and the `hooks` on its parameters; also a `change` that
     ranks have not agreed on yet.
@@ -74,6 +84,9 @@ class CurrentPlan:
     tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
     """
 
+    # Of the models of this process. Threads of other ranks are there in tests only.
+    _voting: ClassVar[weakref.WeakSet[CurrentPlan]] = weakref.WeakSet()
+
     def __init__(
         self,
         members: ModuleParams,
@@ -85,6 +98,7 @@ class CurrentPlan:
         self.members, self.group = members, group
         self._recorder, self._listeners = recorder, listeners
         self.change: Change | None = None
+        self.vote: Vote | None = None  # no bucket leaves before `end_vote`
         self.is_stale = False  # the next `find_change` compares the module's parameters
         # parameters of the plan, by id, that the last forward has found frozen or gone
         self._left: frozenset[int] = frozenset()
@@ -261,6 +275,7 @@ class CurrentPlan:
     def close(self) -> None:
         """Removes all hooks."""
         self._end_registrations()
+        self._voting.discard(self)
         self.compiled.reducer.close()
         self.hooks.close()
         self._factor.follow(())
@@ -302,15 +317,18 @@ class CurrentPlan:
             self.note_written()
             self._move(plan)
         if (plan := tuning.tried(self.compiled.plan)) is not None:
-            self._try(plan)
+            self.note_written()
+            if tuning.is_new:
+                self._try(plan)
+            else:
+                self._move(plan)
 
     def _try(self, plan: Plan) -> None:
-        """Moves to a plan that may not stay; if some rank cannot, all return to the one before.
+        """Moves to a plan that is new, and tells the other ranks if its memory can be had here.
 
-        A collective call: no bucket leaves before every rank has its memory.
+        No bucket leaves before `end_vote`.
         """
         before, group = self.compiled.plan, self.group
-        self.note_written()
         failed = -1
         try:
             self._move(plan)
@@ -319,12 +337,31 @@ class CurrentPlan:
             _log.warning("A plan could not be tried on rank %s: %s", group.name, error)
         told = torch.tensor([failed], dtype=torch.int64).to(group.device)
         name = "whether every rank has the next plan"
-        group.all_reduce(told, name, dist.ReduceOp.MAX).wait()
-        rank = int(told.item())
+        self.vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
+        self._voting.add(self)
+
+    @property
+    def is_other_voting(self) -> bool:
+        """True if the plan of another model on this rank waits for a vote, and sends nothing before
+        it ends."""
+        rank = self.group.name
+        return any(each is not self and each.group.name == rank for each in list(self._voting))
+
+    def end_vote(self) -> None:
+        """Waits until all ranks have told if they have the plan; if one has not, all return to the
+        plan before."""
+        vote, self.vote = self.vote, None
+        if vote is None:
+            return
+        self._voting.discard(self)
+        vote.handle.wait()
+        rank = int(vote.failed.item())
         if rank >= 0:
-            assert self.hooks.tuning is not None  # it has asked for the plan
-            self.hooks.tuning.cannot_try(group.names[rank])
-            self._move(before)
+            hooks = self.hooks
+            assert hooks.tuning is not None  # it has asked for the plan
+            hooks.tuning.cannot_try(self.group.names[rank])
+            hooks.arrived_before |= hooks.arrivals.arrived  # in this backward
+            self._move(vote.before)
 
     def _move(self, plan: Plan) -> None:
         """Puts another plan of the same parameters in force.

@@ -168,6 +168,7 @@ class Engine:
             return
         current_plan.find_change()
         current_plan.adopt_plan()
+        current_plan.end_vote()
         hooks = current_plan.hooks
         hooks.arrivals.reset()  # they belong to the round before
         are_used = bool(hooks.outside)  # in a backward that only accumulated
@@ -279,6 +280,9 @@ class Engine:
         ending = self._round
         if ending is None or ending.stage is None:
             return
+        if self.current_plan.vote is None and self.current_plan.is_other_voting:
+            private.call_after_backward(self._wait_after_others)  # all send before one waits
+            return
         try:
             self._advance(ending)
         except BaseException:
@@ -309,7 +313,7 @@ class Engine:
         current_plan.hooks.arrivals.reset()
         self._round = begun
         self.recorder.backward_begins(generation=current_plan.compiled.generation)
-        if current_plan.change is None:
+        if current_plan.change is None and current_plan.vote is None:
             self._start(begun)
 
     def _start(self, begun: Round) -> None:
@@ -343,9 +347,20 @@ class Engine:
         elif ending.kind is RoundKind.ACCUMULATE:
             # Gradients stay where they are until the ranks have met.
             first = partial(self._conclude_accumulation, ending)
+        elif self.current_plan.vote is not None:
+            first = partial(self._others_send, ending)
         else:
             first = self._meeting_stage(ending)
         ending.end(first)  # last: an error before leaves a backward that has failed
+
+    def _others_send(self, ending: Round) -> Stage:
+        """Waits for nothing: with several models in one backward, another rank may need what the
+        other engines send here, before it comes to this one's vote."""
+        return partial(self._end_vote, ending)
+
+    def _end_vote(self, ending: Round) -> Stage | None:
+        self.current_plan.end_vote()
+        return self._meeting_stage(ending)()  # sends at once: the other engines wait for that
 
     def _meeting_stage(self, ending: Round) -> Stage:
         """Returns the first stage of a round that has not started, because of a change or of an
@@ -418,10 +433,15 @@ class Engine:
             if found.taken:
                 name, param = hooks.named_params[min(found.taken)]
                 taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
-            agreed_errors.require_sound(ended, current_plan.group, taken=taken)
-        if found.readings:
-            current_plan.require_changed_alike(ended)
+            try:
+                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
+                if found.readings:
+                    current_plan.require_changed_alike(ended)
+            except UndertowError:
+                self._forget_window()
+                raise
         if ended.has_failed:
+            self._forget_window()
             return  # it has left the other ranks already
         self.progress.gradients = Gradients.SOUND
         if hooks.tuning is not None and not hooks.tuning.is_over:
@@ -430,6 +450,15 @@ class Engine:
             )
         if self.checks.every is not None or self.checks.loads.before:
             self.checks.round_was_sound(ended)
+
+    def _forget_window(self) -> None:
+        """Called when a round has failed.
+
+        On a device the other ranks read that a round later, and have counted this one.
+        """
+        tuning = self.current_plan.hooks.tuning
+        if tuning is not None:
+            tuning.forget_window()
 
     def _advance(self, ending: Round) -> None:
         """Runs the next stage; an error ends the round."""

@@ -71,6 +71,7 @@ class Trying:
         self._forwards: list[int] = []  # the training forwards of each of these steps
         self._num_forwards: float | None = None  # of a step, in all windows
         self._num_times_blocked = 0
+        self._steps_of_other = 0  # of the model that tries plans, when it was last looked at
 
     @property
     def is_over(self) -> bool:
@@ -80,6 +81,11 @@ class Trying:
     def is_under_way(self) -> bool:
         """True if a candidate is in force or may be next."""
         return self.trials is not None and not self.is_over
+
+    @property
+    def is_new(self) -> bool:
+        """True if the plan of the next window is a candidate that has not been in force."""
+        return self.trials is not None and not self.stopped and self.trials.is_new
 
     @property
     def is_last_of_window(self) -> bool:
@@ -95,6 +101,10 @@ class Trying:
         self._forwards.append(num_forwards)
         if len(self._marks) > NUM_STEPS_COUNTED:
             self._send()
+
+    def forget_window(self) -> None:
+        """Begins the window again, under the same plan."""
+        self._marks, self._forwards = [], []
 
     def next_plan(self) -> Plan:
         """Receives the times of all ranks, and returns the plan of the next window."""
@@ -142,8 +152,12 @@ class Trying:
         return () if self.trials is None else self.trials.texts()
 
     def close(self) -> None:
-        """Ends it. Counts a drop if a trial is under way, and none otherwise."""
-        self.num_drops = self.num_drops + 1 if self.is_under_way else 0
+        """Ends it. Counts a drop if a trial is under way; trials that have come to their own end
+        leave nothing to count."""
+        if self.is_under_way:
+            self.num_drops += 1
+        elif not self.stopped:
+            self.num_drops = 0
         self.stopped = "the parameters have changed"
         self._leave()
 
@@ -162,9 +176,14 @@ class Trying:
     def _obstacle(self) -> _Obstacle:
         if torch.are_deterministic_algorithms_enabled():
             return _Obstacle.DETERMINISTIC
-        if self._of_rank.setdefault(self._group.name, self) is not self:
-            return _Obstacle.OTHER_MODEL
-        return _Obstacle.NONE
+        other = self._of_rank.setdefault(self._group.name, self)
+        if other is self:
+            return _Obstacle.NONE
+        before, self._steps_of_other = self._steps_of_other, other.num_steps
+        if before == other.num_steps:  # it is trained no more
+            self._of_rank[self._group.name] = self
+            return _Obstacle.NONE
+        return _Obstacle.OTHER_MODEL
 
     def _meet(self, obstacle: _Obstacle) -> None:
         self._leave()

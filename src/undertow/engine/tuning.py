@@ -25,10 +25,11 @@ class Tuning:
         round   1         2     | 3 ... 7 | 8 9                  | 10 ...
                 order ──> taken | measure | times of all ranks   | windows under plans in turn
 
-    All its messages are started at the end of a synchronization that every rank has found sound. So
+    Its messages are started at the end of a synchronization that every rank has found sound. So
     no rank starts one alone: a rank whose parameters have changed since, or that fails, is found
     out before. They are waited for in a later synchronization, because with several models in one
-    backward another rank may be at another model.
+    backward another rank may be at another model. So is the vote on a plan that is new, which
+    starts with a round (`CurrentPlan.end_vote`): after all models have sent.
 
     `order` is the order of plans if it is not the observed one. `earlier` had the parameters before
     these.
@@ -54,9 +55,9 @@ class Tuning:
         self._order_sent: Handle | None = None  # on its way from rank 0
         if recorder.is_on:
             self.measuring = Measuring(arrivals, recorder, reducer.group, self.measured)
-        num_drops = 0 if earlier is None or earlier.trying is None else earlier.trying.num_drops
-        if may_move(reducer) and num_drops < MOST_DROPS:
-            self.trying = Trying(recorder, reducer.group, self._trials_of, num_drops=num_drops)
+        self.num_drops: int = 0 if earlier is None else earlier.num_drops
+        if may_move(reducer) and self.num_drops < MOST_DROPS:
+            self.trying = Trying(recorder, reducer.group, self._trials_of, num_drops=self.num_drops)
         if _follows_order(reducer):
             self._seen = []
             arrivals.at_each = self._seen.append
@@ -120,6 +121,16 @@ class Tuning:
         plan = self.trying.next_plan()
         return None if now.is_alike(plan.groups, plan.wires) else plan
 
+    @property
+    def is_new(self) -> bool:
+        """True if the plan that `tried` has returned has never been in force."""
+        return self.trying is not None and self.trying.is_new
+
+    def forget_window(self) -> None:
+        """Called when a round has failed: its window begins again."""
+        if self.trying is not None:
+            self.trying.forget_window()
+
     def cannot_try(self, rank: int) -> None:
         """Called if `rank` cannot make the buckets of the plan that was to be tried."""
         assert self.trying is not None  # it has named the plan
@@ -142,6 +153,7 @@ class Tuning:
         self.measuring = None
         if self.trying is not None:
             self.trying.close()
+            self.num_drops = self.trying.num_drops
 
     def _send_order(self, seen: Sequence[int]) -> None:
         self._end_order()

@@ -69,13 +69,13 @@ def clip_members(
 ) -> Tensor:
     """Clips the gradients of some parameters of a model, and of its experts; returns their norm."""
     for sync, params in members:
-        finish_before_look(sync._engine, params)
+        finish_before_look(sync._engine, params, reader="clip_grad_norm_")
         require(
             not sync._engine.current_plan.hooks.arrived_before,
             "gradients were accumulated and are not synchronized: each rank would compute a "
             "different norm.",
             where=f"clip_grad_norm_, rank {sync.rank}",
-            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+            remedy="Clip outside of accumulate() and no_sync(): gradients are averaged there.",
             error=PhaseError,
         )
     group = members[0][0]._group

@@ -19,7 +19,7 @@ class ReplicaFacts(NamedTuple):
     step: int
     num_forwards: int
     fingerprint: int  # of the global parameters and the outer momentum, in the first exchange
-    settings: int  # digest of the settings of all optimizer steps so far
+    settings: int  # digest of the settings of all optimizer steps so far; 0 is like any other
     not_finite: int  # 1 + the place of the first tensor that is not finite, 0: all are
 
 
@@ -55,7 +55,7 @@ def require_alike(
         error=ReplicaMismatch,
     )
     step = next(iter(of_ranks.values())).step
-    if len({facts.settings for facts in of_ranks.values()}) > 1:
+    if len({facts.settings for facts in of_ranks.values() if facts.settings}) > 1:
         raise settings.difference(group.watch, where=where)
     settings.are_same_until(step)
 

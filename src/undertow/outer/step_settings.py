@@ -14,11 +14,13 @@ class StepSettings:
     """The settings of each step that has counted.
 
     `digest` is the same on ranks whose steps had the same settings, in whatever order several
-    optimizers have stepped.
+    optimizers have stepped. It is 0, which is not compared, on a replica whose scaler has skipped a
+    step: schedulers often wait then, so its learning rate comes a step later.
     """
 
     def __init__(self) -> None:
         self.digest = 0
+        self._has_skipped = False
         self._now: Settings = ()  # since the last step that has counted
         self._of_steps: dict[int, Settings] = {}  # that the ranks have not compared yet
 
@@ -26,8 +28,16 @@ class StepSettings:
         """Adds the settings of an optimizer that has stepped."""
         self._now += settings
 
+    def skip(self) -> None:
+        """Called when a scaler skips a step of this replica."""
+        self._has_skipped = True
+        self.digest = 0
+
     def step_ends(self, number: int) -> None:
         """Called when a step counts, with its number."""
+        if self._has_skipped:
+            self._now = ()
+            return
         self._of_steps[number] = self._now
         self.digest = zlib.crc32(digest_of(self._now).to_bytes(4, "little"), self.digest)
         self._now = ()

@@ -135,7 +135,7 @@ class StepCounter:
         params = self._own(optimizer)
         if params and not is_fused and any(value.item() for value in found.values()):
             self._begins()
-            self._note_settings(optimizer)
+            self.settings.skip()
             self._add(params)
 
     def _note_settings(self, optimizer: Optimizer) -> None:

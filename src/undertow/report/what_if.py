@@ -197,7 +197,7 @@ class WhatIf:
 
     @cached_property
     def choice(self) -> Choice:
-        """The plan that training would choose."""
+        """The plan that the model chooses."""
         return self._choice(None)
 
     @property

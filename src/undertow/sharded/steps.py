@@ -549,14 +549,16 @@ def _gather(gathers: Gathers, bucket: LiveBucket) -> None:
     gathers.launch(bucket.spec.index)
 
 
-def finish_before_look(engine: Engine, params: Iterable[Tensor]) -> None:
-    """Runs a synchronization if one is owed, before gradients of these parameters are read.
+def finish_before_look(engine: Engine, params: Iterable[Tensor], *, reader: str) -> None:
+    """Runs a synchronization before `reader` reads gradients of these parameters, if one is owed,
+    or if gradients were only accumulated and this is outside of `accumulate()`.
 
     Other ranks may be in theirs.
     """
     ids = set(map(id, params))
     if not engine.is_closed and engine.current_plan.owns_any(ids):
         engine.finish_before_step(ids)
+        engine.average_before_step(ids, reader=reader, is_sharded=False)
 
 
 def full_gradient(engine: Engine, steps: ShardedSteps | None, param: Tensor) -> Tensor | None:
@@ -564,6 +566,6 @@ def full_gradient(engine: Engine, steps: ShardedSteps | None, param: Tensor) -> 
 
     A collective call if ranks have shards of it or owe a synchronization.
     """
-    finish_before_look(engine, [param])
+    finish_before_look(engine, [param], reader="full_gradient")
     sharding = None if steps is None else steps.sharding
     return param.grad if sharding is None else sharding.full_gradient(param)

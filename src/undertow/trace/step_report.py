@@ -106,7 +106,7 @@ class StepReport(Shown):
     # the recorded step from which on this plan was in use; None: all recorded steps ran under it
     plan_since: int | None = None
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
-    why_fixed: str = ""  # why the plan follows no measurements; empty if it does
+    why_fixed: str = ""  # why no other plan is tried; empty if some are
     # the settings of this name
     wire: str | tuple[str | None, ...] | None = None
     param_wire: str | None = None
@@ -295,8 +295,8 @@ def _fixed_plan(report: StepReport) -> str:
     return (
         f"{share:.0%} of the exposed time is for bucket {worst.index}, which holds {held:.0%} of "
         "the gradients and is full late "
-        f"in backward. The plan follows no measurements ({report.why_fixed}): let it be planned, "
-        "or choose smaller buckets."
+        f"in backward. No other plan is tried ({report.why_fixed}): remove that setting, or choose "
+        "smaller buckets."
     )
 
 

@@ -140,6 +140,12 @@ class Trials:
         trial = self._now
         return self.present if trial is None or not trial.is_next else trial.plan
 
+    @property
+    def is_new(self) -> bool:
+        """True if the next window is the first one of a candidate."""
+        trial = self._now
+        return trial is not None and trial.is_next and not trial.candidate_ms
+
     def texts(self) -> tuple[str, ...]:
         """Returns a line for each trial, and for the one under way."""
         now = () if self._now is None else (self._now,)
@@ -226,7 +232,8 @@ class Trials:
             block=self._block,
         )
         is_known = any(plan.is_alike(known.groups, known.wires) for known in self._known)
-        if is_known or _is_too_large(plan) or len(self.done) == MOST_CANDIDATES:
+        is_too_large = groups != present.groups and _is_too_large(plan)
+        if is_known or is_too_large or len(self.done) == MOST_CANDIDATES:
             return False
         self._known.append(plan)
         return (yield Trial(plan=plan, label=label + formats_text(plan.wires)))

@@ -191,8 +191,8 @@ def six(**changes: Any) -> StepReport:
         ),
         (
             replace(ONE_BUCKET, why_fixed="bucket_cap_mb=25 was asked for"),
-            "100% of the exposed time is for bucket 0, which holds 100% of the gradients and is full late in backward. The plan "
-            "follows no measurements (bucket_cap_mb=25 was asked for): let it be planned, or choose smaller buckets.",
+            "100% of the exposed time is for bucket 0, which holds 100% of the gradients and is full late in backward. No other "
+            "plan is tried (bucket_cap_mb=25 was asked for): remove that setting, or choose smaller buckets.",
         ),
         (
             ONE_BUCKET,
