@@ -12,7 +12,7 @@ _MODULES = "benchmarks.matrix.systems"
 SWEEP_MB = (1, 2, 4, 8, 16, 25)
 PERIOD = 30  # steps between two exchanges of systems that do not synchronize in every step
 DDP, BEST, OURS, OUTER, BARE = "ddp", "ddp-best", "ours", "ours-outer", "bare"
-_SETTLING, _TUNING, _EXCHANGES = 10, 100, 2 * PERIOD  # steps before the first timed one
+_SETTLING, _TUNING, _EXCHANGES = 10, 200, 2 * PERIOD  # steps before the first timed one
 _BF16, _INT8, _ANY = 0.01, 0.05, 1.0  # how far rounding may lead away from the reference, of the length of three steps
 
 

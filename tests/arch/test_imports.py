@@ -156,7 +156,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         importlib.import_module("undertow").nonsense  # noqa: B018
 
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80  # without docstrings, and of 100 columns
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 640, 80  # without docstrings, and of 100 columns
 
 
 def lines_of(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef, stop: int) -> int:

@@ -167,7 +167,7 @@ def test_a_read_in_a_thread_that_brings_parameters_is_an_error() -> None:
 
 # Only rank 0 has a part of the gradient, and every rank says so of it.
 @in_ranks(2)
-def test_a_norm_of_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank() -> None:
+def test_a_norm_of_a_gradient_that_is_not_synchronized_is_an_error_inside_and_averages_outside() -> None:
     with stepped(2) as (ddp, opt):
         opt.zero_grad()
         MLP.loss(ddp, 2).backward()
@@ -175,10 +175,13 @@ def test_a_norm_of_a_gradient_that_is_not_synchronized_is_an_error_on_every_rank
         index = list(zip(*owned, strict=True)).index((True, False))
         with ddp.no_sync():
             (2 * list(opt.owned_parts())[index]).sum().backward()
-        what, where, remedy = text_of(PhaseError, lambda: opt.clip_grad_norm_(1.0)).splitlines()
+            what, where, remedy = text_of(PhaseError, lambda: opt.clip_grad_norm_(1.0)).splitlines()
         assert what.startswith("gradients were accumulated and are not synchronized")
         assert where == f"  clip_grad_norm_, rank {dist.get_rank()}"
-        assert remedy == "  Run the last backward of a step outside of accumulate() and no_sync()."
+        assert remedy == "  Clip outside of accumulate() and no_sync(): gradients are averaged there."
+        with pytest.warns(UserWarning, match="clip_grad_norm_"):
+            norm = float(opt.clip_grad_norm_(1e9))
+        assert of_all_ranks(norm) == [norm] * 2
         opt.zero_grad()
 
 
