@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import cycle
 from statistics import median
 
@@ -232,10 +232,6 @@ def test_every_rank_goes_the_same_way() -> None:
     assert ways[0] == ways[1]
 
 
-def labels(trials: Sequence[object]) -> list[str]:
-    return [str(trial) for trial in trials]
-
-
 def test_a_trial_is_told_with_its_medians() -> None:
     trials = trials_of(64, 8)
     assert trials.texts() == ("4 buckets, the last one 0.25 of the others: not measured yet",)
@@ -245,4 +241,4 @@ def test_a_trial_is_told_with_its_medians() -> None:
     trials.window_ends(101.0)
     trials.window_ends(106.0)
     trials.window_ends(101.0)
-    assert labels(trials.done) == ["4 buckets, the last one 0.25 of the others: 105.0 ms, 101.0 ms before, not taken"]
+    assert [str(trial) for trial in trials.done] == ["4 buckets, the last one 0.25 of the others: 105.0 ms, 101.0 ms before, not taken"]
