@@ -241,4 +241,6 @@ def test_a_trial_is_told_with_its_medians() -> None:
     trials.window_ends(101.0)
     trials.window_ends(106.0)
     trials.window_ends(101.0)
-    assert [str(trial) for trial in trials.done] == ["4 buckets, the last one 0.25 of the others: 105.0 ms, 101.0 ms before, not taken"]
+    assert [str(trial) for trial in trials.done] == [
+        "4 buckets, the last one 0.25 of the others: 105.0 ms, 101.0 ms before, not taken"
+    ]
