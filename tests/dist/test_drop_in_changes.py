@@ -1,4 +1,4 @@
-"""Changes of the model that no program has: on some ranks only, within one forward, or behind the back of an optimizer."""
+"""Changes of the model: unlike ranks are told so in the same step, and what drawn programs do not have is averaged."""
 
 import contextlib
 import copy
@@ -23,6 +23,7 @@ from undertow import (
     DistributedDataParallel,
     PhaseError,
     PlanMismatch,
+    ReplicaMismatch,
     ShardedOptimizer,
     SyncConfig,
     attach,
@@ -118,10 +119,18 @@ def apart(*shape: int, requires_grad: bool = True) -> nn.Parameter:
     return nn.Parameter(torch.full(shape, 1.0 + dist.get_rank()), requires_grad=requires_grad)
 
 
-def layer_apart() -> nn.Module:
+def layer_of(weight: nn.Parameter) -> nn.Module:
     layer = nn.Linear(1, 1, bias=False)
-    layer.weight = apart(1, 1)
+    layer.weight = weight
     return layer
+
+
+def layer_apart() -> nn.Module:
+    return layer_of(apart(1, 1))
+
+
+def layer_alike() -> nn.Module:
+    return layer_of(nn.Parameter(torch.ones(1, 1)))
 
 
 def step_on(ddp: nn.Module) -> None:
@@ -143,7 +152,7 @@ ADDED: dict[str, Callable[[Any], object]] = {
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("how", ["eval first", "no_sync", "two models", "attached", "buffers", "buffers off"])
-def test_a_layer_that_is_added_takes_rank_0s_values_in_every_setting(how: str) -> None:
+def test_a_layer_that_is_added_is_averaged_at_once_in_every_setting(how: str) -> None:
     models = [Squares(), Squares()] if how == "two models" else [Squares()]
     if how == "buffers":
         models[0].register_buffer("count", torch.zeros(1))
@@ -152,7 +161,7 @@ def test_a_layer_that_is_added_takes_rank_0s_values_in_every_setting(how: str) -
     called = models if how == "attached" else syncs
     for num_added in (0, 0, 1, 2):
         for model in models[:num_added]:
-            model.layers.append(layer_apart())
+            model.layers.append(layer_alike())
         if how == "eval first":
             called[0].eval()()
             called[0].train()
@@ -173,14 +182,14 @@ def test_a_layer_that_is_added_takes_rank_0s_values_in_every_setting(how: str) -
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 @pytest.mark.parametrize("clears_late", [False, True])
-def test_a_sharded_optimizer_gets_a_parameter_with_rank_0s_value(strategy: str, clears_late: bool) -> None:
+def test_a_sharded_optimizer_gets_a_parameter_that_is_added(strategy: str, clears_late: bool) -> None:
     with wrapped(Squares(), strategy=strategy) as ddp:
         optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.25)
         for step in range(5):
             if not clears_late:
                 optimizer.zero_grad()
             if step == 2:
-                ddp.module.second = nn.Parameter(torch.ones(3)) if clears_late else apart(3)
+                ddp.module.second = nn.Parameter(torch.ones(3))
                 optimizer.add_param_group({"params": [ddp.module.second]})
             loss = ddp()
             optimizer.zero_grad()
@@ -196,8 +205,10 @@ def drifts(model: Squares) -> None:
     model.layers[0].weight.requires_grad_(True)
 
 
-# Changes for which ranks cannot meet before the forward, or the forward is past, and the parameter that has other values.
-TOO_LATE: dict[str, tuple[Callable[[Squares], object], str]] = {
+# Changes, and the parameter that has other values.
+APART: dict[str, tuple[Callable[[Squares], object], str]] = {
+    "added": (ADDED["a parameter"], "second"),
+    "a layer added": (ADDED["a layer"], "layers.1.weight"),
     "made within the forward": (lambda model: setattr(model, "late", layer_apart), "layers.1.weight"),
     "unfrozen": (drifts, "layers.0.weight"),
     "replaced": (lambda model: setattr(model, "first", apart(1)), "first"),
@@ -205,21 +216,21 @@ TOO_LATE: dict[str, tuple[Callable[[Squares], object], str]] = {
 
 
 @in_ranks(2, 3, is_fresh=True, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("change", TOO_LATE)
-def test_gradients_that_were_computed_with_other_values_are_an_error_on_all_ranks(change: str) -> None:
-    make_change, name = TOO_LATE[change]
+@pytest.mark.parametrize("change", APART)
+def test_new_parameters_with_other_values_are_an_error_on_all_ranks(change: str) -> None:
+    make_change, name = APART[change]
     model = Squares()
     model.layers.append(nn.Linear(1, 1, bias=False).requires_grad_(False))
+    model.layers[0].weight.data.fill_(1.0)
     with wrapped(model) as ddp:
         step_on(ddp)
         step_on(ddp)
         make_change(model)
-        others = "1" if dist.get_world_size() == 2 else "1, 2"
+        majority = "rank 1 than on rank 0" if dist.get_world_size() == 2 else "rank 1, 2 than on rank 0"
         for number in (2, 3):
-            assert text_of(PlanMismatch, lambda: step_on(ddp)) == (
-                f"a parameter that was added or unfrozen had other values on rank {others} than on rank 0, and gradients were "
-                "computed with them.\n"
-                f"  parameter {name!r}, synchronization {number}, rank {dist.get_rank()}\n"
+            assert text_of(ReplicaMismatch, lambda: step_on(ddp)) == (
+                f"parameter {name!r} has other values on {majority}.\n"
+                f"  it was added or unfrozen, synchronization {number}\n"
                 "  Initialize it alike on every rank, as by the same seed; or call broadcast_parameters() after adding it and "
                 "before the forward. Drop the gradients of this step by zero_grad()."
             )
@@ -332,8 +343,8 @@ def test_other_values_of_a_new_layer_that_was_used_in_a_micro_batch_are_an_error
         ddp.module.append(nn.Linear(4, 2))
         with ddp.no_sync():
             ddp(noise(3, 4)).sum().backward()
-        found = text_of(PlanMismatch, lambda: ddp(noise(3, 4)).sum().backward())
-        assert found.startswith("a parameter that was added or unfrozen had other values on rank 1")
+        found = text_of(ReplicaMismatch, lambda: ddp(noise(3, 4)).sum().backward())
+        assert found.startswith("parameter '2.weight' has other values on rank 1 than on rank 0.")
 
 
 class Adversaries(nn.Module):

@@ -122,12 +122,8 @@ SHOWN_BY = {
         "test_a_change_on_one_rank_is_an_error_on_all_while_ranks_compare_their_times",
         "test_experts_may_change_and_their_gradients_may_come_late",
     ],
-    "is a collective call": [
-        "test_a_layer_that_is_added_takes_rank_0s_values_in_every_setting",
-        "test_an_example_has_the_results_of_the_reference",  # "rank 0 is without data when ..."
-    ],
-    "the same first values": [
-        "test_gradients_that_were_computed_with_other_values_are_an_error_on_all_ranks",
+    "must have the same values on every rank": [
+        "test_new_parameters_with_other_values_are_an_error_on_all_ranks",
         "test_parameters_that_are_broadcast_before_the_forward_are_no_error",
     ],
     "registered on the wrapper itself": ["test_what_is_put_on_the_wrapper_itself_is_an_error_in_the_next_forward"],

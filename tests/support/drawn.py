@@ -159,10 +159,7 @@ class Drawing:
         may_grow = self.is_plain and not self.has_hook and self.num_units < 8
         change = self.chance.choice(["freeze", "thaw", *(["append", "replace", "move"] if may_grow else [])])
         self.num_units += change == "append"
-        # Ranks meet before the forward, unless buffers are sent there.
-        may_differ = change in ("append", "replace") and "norm" not in self.units
-        how = " apart" if may_differ and self.between.random() < 0.5 else ""
-        return change + how if change in ("append", "move") else f"{change} {self.unit()}{how}"
+        return change if change in ("append", "move") else f"{change} {self.unit()}"
 
     def of_ranks(self, words: str | list[str]) -> str:
         return "|".join(self.chance.choice(words) for _ in range(self.num_ranks))

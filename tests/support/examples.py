@@ -232,14 +232,13 @@ SITUATIONS = {
 }
 
 
-def changed(situation: str, change: str, *, words: str = "", **how: Any) -> Program:
+def changed(situation: str, change: str, **how: Any) -> Program:
     before, after = SITUATIONS[situation].split("*")
-    changes = ", ".join(each + words for each in CHANGES[change].split(", "))
     order = {"appended": "0123", "removed": "01"}.get(change, "012")
     return Program(
         units="channels channels channels" if change == "channels last" else "linear linear shift",
         before="freeze 0",
-        events=before + changes + after.replace("012", order),
+        events=before + CHANGES[change] + after.replace("012", order),
         times=1,
         **how,
     )
@@ -252,12 +251,6 @@ CHANGED = {
         for change in CHANGES
         if situation == "after the first step" or change in ALL_SITUATIONS
         if situation != "between forward and backward" or change in IN_A_GRAPH
-    },
-    **{
-        f"{change} with other values on every rank, {situation}": changed(situation, change, words=" apart", plan=plan)
-        for situation, plan, change in zip(
-            SITUATIONS, PLANS, ("extended", "appended", "a unit replaced", "all replaced"), strict=False
-        )
     },
     "the last unit thawed, of which no forward tells": Program(
         before="freeze 0, freeze 2",
@@ -279,8 +272,8 @@ CHANGED = {
             events=f"zero, train 012, step, {event}, zero, train {order}, step", strategy=strategy, times=times
         )
         for rank, change, event, order, times, strategy in (
-            (0, "a unit is appended", "append apart", "none|0123", 1, "ddp"),
-            (1, "a unit is appended", "append apart", "0123|none", 1, "ddp"),
+            (0, "a unit is appended", "append", "none|0123", 1, "ddp"),
+            (1, "a unit is appended", "append", "0123|none", 1, "ddp"),
             (1, "a unit is frozen and thawed", "freeze 1, zero, train 012|none, step, thaw 1", "012|none", 2, "ddp"),
             (1, "a unit is frozen and thawed", "freeze 1, zero, train 012|none, step, thaw 1", "012|none", 2, "zero1"),
         )

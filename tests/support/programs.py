@@ -461,13 +461,11 @@ class Run:
     # Changes of the model
 
     def change(self, verb: str, *words: str) -> None:
-        """New parameters are the same on every rank; or, "apart", they are so in the reference only, which has rank 0's."""
+        """New parameters are the same on every rank."""
         before = list(self.module.parameters())
         for model in (self.module, self.bare):
-            CHANGES[verb](model.units, self.num_forwards, *(word for word in words if word != "apart"))
+            CHANGES[verb](model.units, self.num_forwards, *words)
         self.device.place(self.module)
-        for param in self.module.parameters() if "apart" in words else ():
-            param.data += 0 if any(param is it for it in before) else self.rank
         if hasattr(self, "handle") and list(map(id, before)) != list(map(id, self.module.parameters())):
             self.make_optimizers()
 

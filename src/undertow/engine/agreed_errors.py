@@ -188,20 +188,6 @@ def changed_unlike(ended: Round, group: OwnGroup, change: str) -> PlanMismatch |
     )
 
 
-def started_unlike(
-    name: str, number: int, *, others: Iterable[int], first: int, rank: int
-) -> PlanMismatch:
-    return PlanMismatch(
-        "a parameter that was added or unfrozen had other values on rank "
-        f"{', '.join(map(str, others))} than on rank {first}, and "
-        "gradients were computed with them.",
-        where=f"parameter {name!r}, synchronization {number}, rank {rank}",
-        remedy="Initialize it alike on every rank, as by the same seed; or call "
-        "broadcast_parameters() after adding it and "
-        "before the forward. Drop the gradients of this step by zero_grad().",
-    )
-
-
 def require_outside_of_backward(call: str, *, where: str, remedy: str) -> None:
     """Raises PhaseError if a backward runs in this thread."""
     is_outside = private.graph_task_id() == -1

@@ -23,10 +23,7 @@ from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
 from undertow.device import device_of
-from undertow.engine.agreed_errors import (
-    changed_unlike,
-    part_of_another,
-)
+from undertow.engine.agreed_errors import part_of_another
 from undertow.engine.hooks import (
     GradientFactor,
     Listeners,
@@ -34,12 +31,12 @@ from undertow.engine.hooks import (
     call_at_registration,
     earlier_watchers,
 )
-from undertow.engine.params import ModuleParams, first_change
-from undertow.engine.round import CompiledPlan, Round, RoundKind
+from undertow.engine.params import ModuleParams
+from undertow.engine.round import CompiledPlan
 from undertow.engine.tuning import Tuning
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, plan_in_order
-from undertow.ranks.agreement import Agreement, surroundings
+from undertow.ranks.agreement import surroundings
 from undertow.ranks.transport import Handle, OwnGroup
 
 _log = logging.getLogger("undertow")
@@ -47,16 +44,11 @@ _log = logging.getLogger("undertow")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The parameters, and the reducer, of the next plan.
-
-    All ranks first meet under the plan in force, and agree on it.
-    """
+    """The parameters, and the reducer, of the next plan, until all ranks rebuild."""
 
     named_params: Sequence[tuple[str, Tensor]]
     plan: Plan
     reducer: Reducer
-    # modules or parameters, as a forward has found: the change is meant to last
-    has_more: bool = False
 
     @property
     def ids(self) -> set[int]:
@@ -78,8 +70,8 @@ class CurrentPlan:
 
     `is_active` if there are rounds.
 
-    A look at the module finds a change. It is a value: nothing follows it before the ranks have met
-    (see `Meeting`), and the next look may find another one or none, as when
+    A look at the module finds a change. It is a value: nothing follows it before all ranks
+    `rebuild`, and the next look may find another one or none, as when
     torch.func.functional_call puts other parameters into the module for one call. Until then hooks
     tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
     """
@@ -137,7 +129,7 @@ class CurrentPlan:
         if self.group.num_ranks > 1 and not self.group.is_open:
             self.group.open()
             compiled = self.compiled
-            self.compare(compiled.plan, compiled.params, compiled.reducer).require()
+            self.require_alike(compiled.plan, compiled.params, compiled.reducer)
             self.members.ranks_agree()
 
     def owns_any(self, params: set[int]) -> bool:
@@ -153,7 +145,7 @@ class CurrentPlan:
         self.is_stale = False
         if self.members.has_changed():
             self._left = self.hooks.ids
-            self._set_change(begins_forward=True, has_more=self.members.has_more())
+            self._set_change(begins_forward=True)
 
     def find_change(self) -> None:
         """Called when a forward ends, a round begins, or a gradient arrives outside of the plan:
@@ -170,7 +162,7 @@ class CurrentPlan:
         if not self.is_active and self.change is not None:  # one rank agrees with nobody
             self.follow()
 
-    def _set_change(self, *, begins_forward: bool = False, has_more: bool = False) -> None:
+    def _set_change(self, *, begins_forward: bool = False) -> None:
         hooks, compiled = self.hooks, self.compiled
         reducer = compiled.reducer if self.change is None else self.change.reducer
         present = self.members.named_params()
@@ -187,10 +179,9 @@ class CurrentPlan:
             # A parameter that is only gone, maybe lent for a call, stays in the plan until a
             # forward finds that it has left.
             has_others = bool(gone & self._left) or not self._has_all(named_params, of=compiled)
-            has_more |= self.change is not None and self.change.has_more
             change = None
             if has_others or reducer.hook is not compiled.reducer.hook:
-                change = self._planned(named_params, reducer, has_more=has_more)
+                change = self._planned(named_params, reducer)
             self.change = change
         except BaseException:
             # A change that cannot be followed is refused again, and not forgotten.
@@ -207,45 +198,37 @@ class CurrentPlan:
         self._apply_factor()
 
     @property
-    def meets_before_forward(self) -> bool:
-        """True if a training forward is the first to use new parameters, which are to have rank 0's
-        values before.
-
-        Not while a sharded optimizer's gradients are there, which the user may clear until then:
-        ranks meet after the backward, and compare the values.
-        """
-        if self.change is None or not self.change.has_more or self.group.num_ranks == 1:
-            return False
-        is_new = not self.change.ids <= self.hooks.ids
-        return is_new and not (self.compiled.strategy.gather is not None and self.has_result)
-
-    @property
     def comm_hook(self) -> CommHook | None:
         """The communication hook that reduces buckets, from the next round on at the latest."""
         reducer = self.compiled.reducer if self.change is None else self.change.reducer
         return reducer.hook
-
-    @property
-    def changes_params(self) -> bool:
-        """True if parameters change. Then the meeting counts as a synchronization.
-
-        Not if only a hook is new.
-        """
-        return self.change is not None and self.change.reducer.hook is self.compiled.reducer.hook
 
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
         changed = () if self.change is None else self.change.named_params
         return list(dict.fromkeys((*self.hooks.params, *(param for _, param in changed))))
 
-    def require_own(self) -> None:
-        """Raises ConfigError if another engine watches a parameter of the change.
+    def prepare_to_leave(self) -> None:
+        """Called before ranks leave the plan in force: `.grad` holds all that it has brought.
 
-        Gradients must be averaged once.
+        Raises ConfigError if another engine watches a parameter of the change, because gradients
+        must be averaged once, and PhaseError if ranks have shards of gradients.
         """
-        assert self.change is not None
-        for name in earlier_watchers(self.change.named_params, other_than=self._listeners.owner):
+        change = self.change
+        assert change is not None
+        for name in earlier_watchers(change.named_params, other_than=self._listeners.owner):
             raise part_of_another(name)
+        self.compiled.layout.make_gradients_whole(change.named_params)
+        self.note_written()
+
+    def new_params(self) -> list[tuple[str, Tensor]]:
+        """Returns the module's parameters whose values the ranks have not compared or averaged."""
+        known = set(map(id, self.compiled.params))
+        common_frozen = self.members.common_frozen
+        known.update(id(param) for _, param in common_frozen if not param.requires_grad)
+        return [
+            (name, param) for name, param in self.members.named_params() if id(param) not in known
+        ]
 
     def follow(self) -> None:
         """Puts the change in force."""
@@ -435,26 +418,6 @@ class CurrentPlan:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
         self.compiled.layout.wait_for_parameters()
 
-    def require_changed_alike(self, ended: Round) -> None:
-        """Raises PlanMismatch, on every rank, if the parameters have changed on some ranks only."""
-        compiled = self.compiled
-        plan, params, reducer, described = compiled.plan, compiled.params, compiled.reducer, ""
-        if ended.kind is RoundKind.RETIRE and self.change is not None:
-            plan, reducer = self.change.plan, self.change.reducer
-            params = tuple(param for _, param in self.change.named_params)
-            described = "a communication hook was registered"
-            if reducer.hook is compiled.reducer.hook:
-                described = first_change(compiled.plan.params, plan.params)
-        error = changed_unlike(ended, self.group, described)
-        if error is None:
-            return
-        # On the host every rank has read the same and is here now, and the comparison names a
-        # parameter. On a device the other ranks read later, when this one is gone. A rank whose
-        # backward has failed comes alone: the others have raised that.
-        if self.group.hardware.is_host and not ended.has_failed:
-            self.compare(plan, params, reducer).require()
-        raise error
-
     def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
         """Returns True if that plan has these parameters, in this order and unchanged, and perhaps
         others."""
@@ -467,12 +430,12 @@ class CurrentPlan:
         # each search continues after the one that was found
         return all(each in planned for each in wanted)
 
-    def compare(
+    def require_alike(
         self, plan: Plan, params: Sequence[Tensor], reducer: Reducer, *, new: Sequence[str] = ()
-    ) -> Agreement:
+    ) -> None:
         """Compares the parameters and settings of all ranks, and the names of `new` parameters.
 
-        A collective call.
+        A collective call. Raises PlanMismatch, on every rank, if ranks differ.
         """
         hook = reducer.hook
         settings = {
@@ -480,15 +443,9 @@ class CurrentPlan:
             "communication hook": None if hook is None else hook.name,
             **self.compiled.reducer.config.to_dict(),
         }
-        return self.members.compare(self.group, plan.params, params, settings, new=new)
+        self.members.require_alike(self.group, plan.params, params, settings, new=new)
 
-    def _planned(
-        self,
-        named_params: Sequence[tuple[str, Tensor]],
-        reducer: Reducer,
-        *,
-        has_more: bool = False,
-    ) -> Change:
+    def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> Change:
         for name, param in named_params:
             require(
                 device_of(param.device).is_host == self.group.hardware.is_host,
@@ -500,7 +457,7 @@ class CurrentPlan:
         plan = first_plan(
             self.members.specs(named_params), reducer.config, num_ranks=reducer.group.num_ranks
         )
-        return Change(tuple(named_params), plan, reducer, has_more=has_more)
+        return Change(tuple(named_params), plan, reducer)
 
     def _put_in_force(self, change: Change, *, before: CompiledPlan | None = None) -> None:
         """Makes the buckets and hooks of a change."""

@@ -20,10 +20,10 @@ from undertow.engine import agreed_errors
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import Listeners, OutermostEnd, is_watched, no_round, users_hooks
-from undertow.engine.meeting import Meeting
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Accumulated, Forward, Gradients, Progress
-from undertow.engine.round import ENDED, Round, RoundKind, RoundState, Stage, Terms
+from undertow.engine.rebuild import rebuild, require_changed_alike, tell_of_change
+from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.errors import UndertowError, all_of
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
@@ -37,7 +37,7 @@ class Engine:
 
         first gradient ──> begin_round ──> hooks fill buckets ──> the outermost backward ends:
                                                                                    │
-        _backward_ends sends ──> [Meeting ──>] _wait_after_others waits, binds ──> _judge
+        _backward_ends sends ──> [rebuild ──>] _wait_after_others waits, binds ──> _judge
 
     `Round` explains stages. With several engines in one backward, every engine sends before any of
     them waits.
@@ -127,10 +127,7 @@ class Engine:
     # A forward.
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool = False) -> None:
-        """Called before every forward that a backward may follow.
-
-        `meet_before_forward` comes after the buffers.
-        """
+        """Called before every forward that a backward may follow."""
         current_plan, progress = self.current_plan, self.progress
         current_plan.group.watch.check()
         if self._round is not None:
@@ -152,29 +149,6 @@ class Engine:
         current_plan.group.here.thread = threading.get_ident()
         self.recorder.forward_begins()
         progress.forward_begins(synchronizes=self.synchronizes, is_last=not self.is_accumulating)
-
-    def meet_before_forward(self, *, has_buffers: bool) -> None:
-        """Meets the other ranks in the first training forward after parameters were added; a
-        collective call there.
-
-        Otherwise the first gradients would be means over models that differ. A rank that has not
-        changed must come to this engine's round next, and not to its siblings', nor, if forwards
-        synchronize buffers (`has_buffers`), to another forward.
-        """
-        current_plan, progress = self.current_plan, self.progress
-        if not current_plan.meets_before_forward or self.siblings.are_several:
-            return
-        if has_buffers and (self.is_accumulating or progress.num_forwards_before > 1):
-            return
-        current_plan.find_change()
-        current_plan.adopt_plan()
-        current_plan.end_vote()
-        hooks = current_plan.hooks
-        hooks.arrivals.reset()  # they belong to the round before
-        are_used = bool(hooks.outside)  # in a backward that only accumulated
-        stage: Stage | None = self._meeting(RoundKind.REDUCE, are_used=are_used).begin
-        while stage is not None:
-            stage = stage()
 
     def forward_ends(self) -> None:
         """Called after such a forward, which may have made a layer."""
@@ -220,7 +194,7 @@ class Engine:
     def _is_between_rounds(self) -> bool:
         # a new backward has begun, and this round is not its own
         if self._round is not None and not self._end.is_coming:
-            if self._round.state in ENDED:
+            if self._round.has_ended:
                 raise agreed_errors.not_waited_for(self.progress.num_rounds)
             self._give_up(self._round)
         return self._round is None
@@ -264,7 +238,7 @@ class Engine:
         Launches the remaining buckets.
         """
         ending = self._round
-        if ending is None or ending.state in ENDED:
+        if ending is None or ending.has_ended:
             return  # a nested backward has reached the outermost end as well
         self._end_backward(ending)
         self._advance(ending)
@@ -342,15 +316,16 @@ class Engine:
 
     def _end_backward(self, ending: Round) -> None:
         self.recorder.backward_ends()
-        if ending.state is RoundState.FILLING:
+        current_plan = self.current_plan
+        if ending.has_started:
             first: Stage = ending.send
         elif ending.kind is RoundKind.ACCUMULATE:
-            # Gradients stay where they are until the ranks have met.
+            # Gradients stay where they are until the ranks rebuild.
             first = partial(self._conclude_accumulation, ending)
-        elif self.current_plan.vote is not None:
+        elif current_plan.vote is not None:
             first = partial(self._others_send, ending)
         else:
-            first = self._meeting_stage(ending)
+            first = self._first_stage(ending)
         ending.end(first)  # last: an error before leaves a backward that has failed
 
     def _others_send(self, ending: Round) -> Stage:
@@ -360,28 +335,30 @@ class Engine:
 
     def _end_vote(self, ending: Round) -> Stage | None:
         self.current_plan.end_vote()
-        return self._meeting_stage(ending)()  # sends at once: the other engines wait for that
+        return self._first_stage(ending)()  # sends at once: the other engines wait for that
 
-    def _meeting_stage(self, ending: Round) -> Stage:
+    def _first_stage(self, ending: Round) -> Stage:
         """Returns the first stage of a round that has not started, because of a change or of an
         error at its start."""
-        start, hooks = partial(self._start_late, ending), self.current_plan.hooks
         if self.current_plan.change is None:
-            return start
-        are_used = self.progress.has_begun or bool(
-            hooks.arrivals.arrived or hooks.arrived_before or hooks.outside
-        )
-        return self._meeting(ending.kind, are_used=are_used, then=start).begin
+            return partial(self._start_late, ending)
+        return partial(self._tell_of_change, ending)
 
-    def _meeting(self, kind: RoundKind, *, are_used: bool, then: Stage | None = None) -> Meeting:
-        number, steps = self.progress.num_rounds, self.progress.steps
-        # A meeting that ends without agreement counts too: all ranks have run it.
-        self.progress.num_rounds += self.current_plan.changes_params
-        mode = None if kind is RoundKind.SHADOW else steps.mode
-        return Meeting(self.current_plan, number, mode=mode, are_used=are_used, then=then)
+    def _tell_of_change(self, ending: Round) -> Stage:
+        """Sends the buckets of the plan in force; this counts as a synchronization."""
+        mode = None if ending.kind is RoundKind.SHADOW else self.progress.steps.mode
+        terms = Terms(number=self.progress.num_rounds, mode=mode)
+        self.progress.num_rounds += 1
+        told = tell_of_change(self.current_plan, terms)
+        return partial(self._rebuild, ending, told)
+
+    def _rebuild(self, ending: Round, told: Round) -> Stage:
+        rebuild(self.current_plan, told)
+        return self._start_late(ending)
 
     def _start_late(self, ending: Round) -> Stage:
-        """Starts the round under the plan that the ranks have agreed on."""
+        """Starts the round under the plan in force and sends it at once: other engines may wait for
+        that."""
         self._start(ending)
         return ending.send()
 
@@ -436,7 +413,7 @@ class Engine:
             try:
                 agreed_errors.require_sound(ended, current_plan.group, taken=taken)
                 if found.readings:
-                    current_plan.require_changed_alike(ended)
+                    require_changed_alike(current_plan, ended)
             except UndertowError:
                 self._forget_window()
                 raise
@@ -477,7 +454,7 @@ class Engine:
         Raises the error that the ranks have agreed on.
         """
         ending = self._round
-        if ending is None or ending.state not in ENDED:
+        if ending is None or not ending.has_ended:
             self._abandon()
             return
         # A signal handler may call this within a stage: then `stage` is None.
@@ -496,7 +473,7 @@ class Engine:
         launched by hand."""
         if self._round is None or private.graph_task_id() != -1:
             return
-        if self._round.state in ENDED:
+        if self._round.has_ended:
             self.finish_round()
         else:
             self._give_up(self._round)
@@ -642,7 +619,7 @@ class Engine:
         if not self.current_plan.is_active:
             return
         number, rank = self.progress.num_rounds, self.current_plan.group.name
-        if self._round is not None and self._round.state in ENDED:
+        if self._round is not None and self._round.has_ended:
             raise agreed_errors.synchronized_already(number)
         self._abandon()
         if not self.progress.has_accumulated:

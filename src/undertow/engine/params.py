@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from undertow.device import device_of
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec
-from undertow.ranks.agreement import Agreement, CommonBuffers, Place, why_not_sent
+from undertow.ranks.agreement import CommonBuffers, Place, require_agreement, why_not_sent
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private, tables
 
@@ -50,12 +50,6 @@ class _Census:
         return [
             param for param in chain.from_iterable(map(call, self._parameters)) if param is not None
         ]
-
-    def has_other_modules(self) -> bool:
-        try:
-            return self._ids_of_children() != self._then[0]
-        except AttributeError:  # a module is gone
-            return True
 
     def has_changed(self) -> bool:
         try:
@@ -179,14 +173,6 @@ class ModuleParams:
         added = (param for param in self._seen.present() if id(param) not in known)
         return not all(isinstance(param, nn.Parameter) for param in added)
 
-    def has_more(self) -> bool:
-        """Returns True if modules are others, or parameters more, than at the last look.
-
-        A call of torch.func.functional_call only exchanges parameters, so that the change is meant
-        to last.
-        """
-        return self._seen.has_other_modules() or len(self._seen.present()) != len(self._seen.params)
-
     def has_new_of(self, tensors: set[int]) -> bool:
         """Returns True if one of these (by id) was added, or unfrozen, in a change that has not
         been looked at yet."""
@@ -208,7 +194,7 @@ class ModuleParams:
             found.append(spec)
         return found
 
-    def compare(
+    def require_alike(
         self,
         group: OwnGroup,
         specs: Sequence[ParamSpec],
@@ -216,11 +202,13 @@ class ModuleParams:
         settings: dict[str, Any],
         *,
         new: Sequence[str],
-    ) -> Agreement:
-        """Starts to compare on all ranks these parameters and settings, frozen parameters and
-        buffers."""
+    ) -> None:
+        """Compares these parameters and settings, frozen parameters and buffers of all ranks.
+
+        A collective call. Raises PlanMismatch, on every rank, if ranks differ.
+        """
         buffers = self._synchronized(tables.named_buffers(self._present_module))
-        return Agreement(
+        require_agreement(
             group,
             settings=settings,
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],

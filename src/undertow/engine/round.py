@@ -262,26 +262,6 @@ class RoundKind(Enum):
     RETIRE = auto()
 
 
-class RoundState(Enum):
-    """The states of a round, and all ways from one to another.
-
-    OPEN ──── start ────> FILLING ──── end ────> ENDING
-      └────── end ──────> HELD ────── start ───────┘
-    """
-
-    OPEN = auto()  # its backward runs; a change of the plan waits for it, and no bucket leaves
-    FILLING = auto()  # it has a plan, and buckets leave as they fill
-    # its backward has ended; it starts when the ranks have agreed on the change, unless it only
-    # accumulates
-    HELD = auto()
-    ENDING = auto()  # its backward has ended: `stage` after stage runs, until there is none
-
-
-ENDED = (RoundState.HELD, RoundState.ENDING)
-_AFTER_START = {RoundState.OPEN: RoundState.FILLING, RoundState.HELD: RoundState.ENDING}
-_AFTER_END = {RoundState.OPEN: RoundState.HELD, RoundState.FILLING: RoundState.ENDING}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """The conditions of a round, as its start decides them."""
@@ -340,18 +320,19 @@ class Round:
         start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] `conclude`
         buckets leave as they fill
 
-    It is open from its first gradient on. It starts at once, or after a meeting of the ranks that
-    changes the plan (see `RoundState`). `send`, `wait` and `_add_late` are stages: a stage ends
-    before the next wait for other ranks, and returns the next stage, or None. The last one calls
-    `conclude`, which may return further ones.
+    It is there from its first gradient on, and starts at once, or after a rebuild when its backward
+    has ended. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait for
+    other ranks, and returns the next stage, or None. The last one calls `conclude`, which may
+    return further ones.
     """
 
     kind: RoundKind
     is_last: bool = True  # of the step, which adds up no more gradients
     op: str | None = None  # of a reduction by hand, if it is not the mean
     holds_back: bool = False  # no bucket leaves before the end of backward
-    conclude: Callable[[Round], Stage | None] | None = None  # the end; a meeting has its own
-    state: RoundState = RoundState.OPEN
+    conclude: Callable[[Round], Stage | None] | None = None  # the end; None before a rebuild
+    has_started: bool = False
+    has_ended: bool = False  # its backward; then stage after stage runs, until there is none
     stage: Stage | None = None  # the next one after backward; None while one runs
     has_failed: bool = False  # on this rank
     found: Findings = field(default_factory=Findings)
@@ -359,11 +340,11 @@ class Round:
     # from `start` on
     compiled: CompiledPlan = field(init=False)
     releases: Releases = field(init=False)
-    hooks: ParamHooks | None = None  # that follow its gradients; a meeting has none
+    hooks: ParamHooks | None = None  # that follow its gradients; None before a rebuild
 
     def start(self, compiled: CompiledPlan, hooks: ParamHooks | None, terms: Terms) -> None:
         """Starts it under a plan, once."""
-        self.state = _AFTER_START[self.state]
+        self.has_started = True
         self.compiled, self.hooks, self.terms = compiled, hooks, terms
         self.releases = compiled.synchronizing
         if self.kind is RoundKind.ACCUMULATE:
@@ -379,7 +360,7 @@ class Round:
 
     def end(self, first: Stage) -> None:
         """Called when its backward has ended, once: `first` is the first stage."""
-        self.stage, self.state = first, _AFTER_END[self.state]
+        self.stage, self.has_ended = first, True
 
     @private.untraced
     def _bucket_is_full(self, bucket: int) -> None:

@@ -12,7 +12,7 @@ from undertow.engine.progress import params_of
 from undertow.errors import WrongType, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import description, updates_whole_parameters
-from undertow.ranks.agreement import Agreement
+from undertow.ranks.agreement import require_agreement
 from undertow.sync.gradient_sync import GradientSync
 from undertow.torch_private import private
 
@@ -90,7 +90,7 @@ def shard_optimizer(
     group = made[0]._sync._group
     if group.num_ranks > 1:
         described = list(map(_described_state, given))
-        Agreement(group, settings={"state of the optimizer": described}).require()
+        require_agreement(group, settings={"state of the optimizer": described})
     for each, sharded in zip(given, made, strict=True):
         _move(each, sharded, schedulers)
     return made if is_list else made[0]

@@ -215,9 +215,7 @@ class OuterSync:
         of_outer = {f"outer.{name}": value for name, value in self._outer.to_dict().items()}
         settings = {**surroundings(group), **self._config.to_dict(), "outer": None, **of_outer}
         if group.num_ranks > 1:
-            members.compare(
-                group, compiled.plan.params, compiled.params, settings, new=()
-            ).require()
+            members.require_alike(group, compiled.plan.params, compiled.params, settings, new=())
         # Before more groups open: a rank that raises would close them under the others.
         given_turns(self._outer, self._tensors())
         engine.current_plan.open_group()  # the ranks of the replica

@@ -1,6 +1,6 @@
 """Facts that all ranks have alike: they compare them, and share the values of one rank, or means.
 
-Agreement                             settings, parameters and buffers: raises where ranks differ
+require_agreement                     settings, parameters and buffers: raises where ranks differ
 gather_json, gather_bytes             a full message of each rank
 CommonBuffers, synchronize_buffers    buffers, before a forward
 broadcast_in_place, send_in_place     parameters
@@ -81,46 +81,40 @@ def surroundings(group: OwnGroup) -> dict[str, Any]:
     }
 
 
-class Agreement:
-    """A running comparison of all ranks' settings, parameters and other tensors, and names of new
-    ones; a collective call."""
+def require_agreement(
+    group: OwnGroup,
+    *,
+    settings: dict[str, Any],
+    params: Sequence[dict[str, Any]] = (),
+    others: Sequence[dict[str, Any]] = (),
+    new: Sequence[str] = (),
+) -> None:
+    """Compares all ranks' settings, parameters and other tensors, and names of new parameters.
 
-    def __init__(
-        self,
-        group: OwnGroup,
-        *,
-        settings: dict[str, Any],
-        params: Sequence[dict[str, Any]] = (),
-        others: Sequence[dict[str, Any]] = (),
-        new: Sequence[str] = (),
-    ) -> None:
-        named = [{"name": name} for name in new]
-        self._described = {"settings": settings, "params": params, "others": others, "new": named}
-        self._group = group
-        text = json.dumps(self._described, sort_keys=True).encode()
-        mine = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
-        self._digests: Handle = group.all_gather(mine.to(group.device), _COMPARISON)
-
-    def require(self) -> None:
-        """Waits, and raises PlanMismatch on every rank if ranks differ."""
-        digests = [bytes(digest).hex() for digest in self._digests.result().tolist()]
-        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-        if other is None:
-            return
-        described = gather_json(self._group, self._described)
-        what, difference = _first_difference(described[0], described[other], other)
-        ranks = [
-            f"rank {rank}: {len(described[rank]['params'])} parameters, fingerprint "
-            f"{digests[rank][:4]}"
-            for rank in (0, other)
-        ]
-        raise PlanMismatch(
-            f"ranks disagree on {what}.",
-            where=f"{'   '.join(ranks)}\n  first difference: {difference}",
-            remedy="Give every rank the same settings and the same versions."
-            if what == _SETTINGS
-            else "Build the model the same way on every rank before wrapping it.",
-        )
+    A collective call. Raises PlanMismatch, on every rank, if ranks differ.
+    """
+    named = [{"name": name} for name in new]
+    mine = {"settings": settings, "params": params, "others": others, "new": named}
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
+    sent = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(group.device)
+    rows = group.all_gather(sent, _COMPARISON).result().tolist()
+    digests = [bytes(row).hex() for row in rows]
+    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    if other is None:
+        return
+    described = gather_json(group, mine)
+    what, difference = _first_difference(described[0], described[other], other)
+    ranks = [
+        f"rank {rank}: {len(described[rank]['params'])} parameters, fingerprint {digests[rank][:4]}"
+        for rank in (0, other)
+    ]
+    raise PlanMismatch(
+        f"ranks disagree on {what}.",
+        where=f"{'   '.join(ranks)}\n  first difference: {difference}",
+        remedy="Give every rank the same settings and the same versions."
+        if what == _SETTINGS
+        else "Build the model the same way on every rank before wrapping it.",
+    )
 
 
 def _first_difference(first: dict[str, Any], second: dict[str, Any], rank: int) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from undertow.engine.engine import Engine
 from undertow.engine.progress import params_of
 from undertow.errors import ConfigError, PhaseError, listed, require
 from undertow.plan import Bucket, Plan
-from undertow.ranks.agreement import Agreement
+from undertow.ranks.agreement import require_agreement
 from undertow.ranks.dither import Turn
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
@@ -369,7 +369,7 @@ class ShardedSteps:
                 **settings,
                 **self._config.to_dict(),
             }
-            Agreement(group, settings=described).require()
+            require_agreement(group, settings=described)
         self.regroup(stepper)
         alive = [each for each in self._steppers if each.optimizer() is not None]
         self._steppers = [*alive, _Stepper(weakref.ref(stepper), is_whole)]

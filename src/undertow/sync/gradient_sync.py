@@ -629,12 +629,6 @@ class GradientSync:
             self._members.common_buffers.buffers or not self._group.is_open
         ):
             self._synchronize_buffers(source=buffers_follow)
-        # last: ranks that have not changed go on to their backward now
-        if self._engine.current_plan.change is not None:
-            has_buffers = self._config.buffers != "off" and bool(
-                self._members.common_buffers.buffers
-            )
-            self._engine.meet_before_forward(has_buffers=has_buffers)
 
     def _is_averaged_elsewhere(self) -> bool:
         """Returns True in a step that a forward of a newer wrapper of all trained parameters has

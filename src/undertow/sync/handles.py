@@ -45,7 +45,7 @@ class Reduction:
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would not wait for other ranks."""
-        # Under a new plan buckets leave in `wait`, after the ranks have met under the old one.
+        # Under a new plan buckets leave in `wait`, after the ranks have left the old one.
         are_launched = all(
             engine.current_plan.change is None for engine in self._engines if engine.is_busy
         )
