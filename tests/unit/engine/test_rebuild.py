@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from support import one_process
-from support.one_process import Rank, ranks_of
 from support.models import noise
+from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
 from undertow import GradientSync, PlanMismatch, ShardedOptimizer
 
