@@ -106,7 +106,9 @@ REMOVALS = (
     Removal("sync/handles.py", "            self._handle.wait()", "            pass"),
     Removal("ranks/agreement.py", "        handle.wait()\n        _replace", "        _replace"),
     Removal("ranks/agreement.py", "        handle.wait()\n        _write", "        _write"),
-    Removal("by_hand/average.py", "            handle.wait()", "            pass"),
+    Removal("by_hand/average.py", "    manager.wait_for_all()\n", ""),
+    Removal("by_hand/average.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
+    Removal("by_hand/average.py", "all_reduce_over(counts, group).wait()", "all_reduce_over(counts, group)"),
     Removal("by_hand/buckets.py", "        self.reduction_handle.wait()", "        pass"),
     Removal(
         "buckets/comm_hook.py",
@@ -166,7 +168,7 @@ REMOVALS = (
     ),
     Removal("ranks/agreement.py", "if is_host and torch.equal(", "if torch.equal("),
     Removal("engine/progress.py", "value.dim() == 0 and device_of(value.device).is_host", "value.dim() == 0"),
-    Removal("by_hand/average.py", "device_of(mean.device).is_host or not all", "True or not all"),
+    Removal("by_hand/average.py", "device_of(place).is_host or parameters", "True or parameters"),
 )
 
 

@@ -1,17 +1,19 @@
-"""Averages over ranks gradients that no hook has seen."""
+"""Averages gradients over ranks that no hook has seen."""
 
-import hashlib
-from collections import defaultdict
+import math
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.by_hand.buckets import GradientBucketManager
 from undertow.device import device_of
-from undertow.errors import PhaseError, PlanMismatch, WrongType, require
+from undertow.engine.agreed_errors import require_outside_of_backward
+from undertow.errors import ConfigError, PlanMismatch, WrongType, require
 from undertow.ranks.group import GroupRef, user_group, warn_of_lone_rank
-from undertow.ranks.transport import Handle, all_reduce_over
+from undertow.ranks.transport import all_reduce_over
 from undertow.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"
@@ -19,8 +21,6 @@ _SAME_ORDER = "Pass the parameters that torch.autograd.grad was given, in the sa
 _ENTRIES = (
     "Pass the gradients that torch.autograd.grad returned, and the parameters that you gave it."
 )
-# A gradient, and a tensor of its shape, dtype, device and strides.
-_Pair = tuple[Tensor | None, Tensor]
 
 
 @private.untraced
@@ -32,15 +32,16 @@ def average_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Returns the mean over ranks of each gradient, as from torch.autograd.grad; a collective call.
 
-    The results cannot be differentiated. They are new tensors, also with one rank, with the strides
-    of the gradient, or of the parameter if the gradient is None. Results of one dtype share their
-    memory. It runs one all-reduce for each dtype and device.
+    The results cannot be differentiated. They are new contiguous tensors, also with one rank.
+    Results of one dtype share their memory. It runs one all-reduce for each dtype and device, and
+    one or two small ones to compare the ranks.
 
     Args:
         gradients: The gradients, in the same order and with the same shapes and dtypes on all
             ranks. A None (`allow_unused=True`) counts as zeros and needs `parameters`; the result
             is None only if every rank has None. A sparse gradient becomes a dense one.
-        parameters: The parameters of the gradients, in the same order.
+        parameters: The parameters of the gradients, in the same order; on all ranks or none.
+            With them the host waits for an accelerator.
         process_group: The ranks to average over; the default group if None.
 
     Returns:
@@ -49,101 +50,83 @@ def average_gradients(
     Raises:
         ConfigError: If tensors cannot be averaged.
         PhaseError: Inside a backward.
-        PlanMismatch: If gradients differ between ranks although their total sizes agree. On a
-            device only ranks that have a None raise it, because the check makes the host wait.
-            If sizes differ the backend fails, or waits.
+        PlanMismatch: If gradients differ between ranks; every rank raises it before it sends
+            gradients. On an accelerator ranks are compared only with `parameters`, because the
+            host has to wait.
 
     ```python
     gradients = torch.autograd.grad(loss, parameters)
     averaged = undertow.average_gradients(gradients, parameters)
     ```
     """
-    require(
-        private.graph_task_id() == -1,
-        "average_gradients() was called inside a backward.",
+    require_outside_of_backward(
+        "average_gradients()",
         where=_WHERE,
         remedy="Call it after torch.autograd.grad has returned: during a backward, ranks may run "
         "in different orders.",
-        error=PhaseError,
     )
     group = user_group(process_group)
     warn_of_lone_rank(process_group, _WHERE)
-    reference = GroupRef.of(group)
-    given = None if parameters is None else _listed(parameters, "parameters")
-    pairs = _with_examples(_listed(gradients, "gradients"), given)
-    # The index of a device may differ between ranks.
-    described = [(tuple(it.shape), str(it.dtype), it.device.type) for _, it in pairs]
-    fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()[:6]
-    by_kind: defaultdict[object, list[int]] = defaultdict(list)
-    for index, (_, example) in enumerate(pairs):
-        by_kind[example.dtype, example.device].append(index)
-    flats = [
-        _flat([pairs[index] for index in indices], fingerprint) for indices in by_kind.values()
-    ]
-    if group.size() > 1:
-        for handle in [_started(flat, group, reference) for flat in flats]:
-            handle.wait()
-    averaged: list[Tensor | None] = [None] * len(pairs)
-    for indices, flat in zip(by_kind.values(), flats, strict=True):
-        results = _results(
-            [pairs[index] for index in indices], flat, fingerprint, rank=reference.rank
-        )
-        for index, result in zip(indices, results, strict=True):
-            averaged[index] = result
-    return tuple(averaged)
-
-
-def _flat(pairs: Sequence[_Pair], fingerprint: str) -> Tensor:
-    """Returns gradients one after another, and flags: whether each is there, and `_bits`."""
-    # In logical order, whatever the strides: those may differ from rank to rank, especially if one
-    # has None.
+    given = _listed(gradients, "gradients")
+    examples = given if parameters is None else _listed(parameters, "parameters")
+    require(
+        len(examples) == len(given),
+        f"there are {len(given)} gradients and {len(examples)} parameters.",
+        where=_WHERE,
+        remedy=_SAME_ORDER,
+    )
     values = [
-        torch.zeros_like(example) if gradient is None else gradient for gradient, example in pairs
+        _value(index, gradient, example)
+        for index, (gradient, example) in enumerate(zip(given, examples, strict=True))
     ]
-    flags = [gradient is not None for gradient, _ in pairs] + _bits(fingerprint)
-    told = device_of(values[0].device).to_device(flags, values[0].dtype)
-    return torch.cat([*map(Tensor.flatten, values), told])
+    are_there = [gradient is not None for gradient in given]
+    place = values[0].device if values else torch.device("cpu")
+    if group.size() > 1 and (device_of(place).is_host or parameters is not None):
+        _require_alike(values, group, place)
+    if group.size() > 1 and parameters is not None:
+        counts = torch.tensor(are_there, dtype=torch.int32, device=place)
+        all_reduce_over(counts, group).wait()
+        are_there = counts.bool().tolist()
+    means = _means(values, group)
+    return tuple(
+        mean if is_there else None for mean, is_there in zip(means, are_there, strict=True)
+    )
 
 
-def _bits(fingerprint: str) -> list[bool]:
-    """Returns bits and their complements: they come back with other zeros if ranks differ."""
-    bits = [bit == "1" for bit in f"{int(fingerprint, 16):024b}"]
-    return bits + [not bit for bit in bits]
+def _means(values: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Returns the mean over ranks of each tensor, as views of the buckets that were reduced."""
+    manager = GradientBucketManager(group, values, bucket_size_in_bytes=math.inf)
+    found: dict[int, Tensor] = {}  # by id
+    for bucket in manager.buckets:
+        bucket.prepare()
+        if group.size() > 1:
+            op = dist.ReduceOp.AVG
+            if not GroupRef.of(group).abilities_for(bucket.bucket_tensor.device).average:
+                op = dist.ReduceOp.SUM
+                bucket.bucket_tensor.div_(group.size())
+            bucket.reduce_async(group, op)
+        parts = torch.split(bucket.bucket_tensor, [value.numel() for value in bucket.gradients])
+        for value, part in zip(bucket.gradients, parts, strict=True):
+            # `.data` is a separate tensor. Views of one tensor share a version counter: changing
+            # one gradient in place would make autograd refuse a graph that has saved another.
+            found[id(value)] = part.view(value.shape).data
+    manager.wait_for_all()
+    return [found[id(value)] for value in values]
 
 
-def _started(flat: Tensor, group: dist.ProcessGroup, reference: GroupRef) -> Handle:
-    if reference.abilities_for(flat.device).average:
-        return all_reduce_over(flat, group, dist.ReduceOp.AVG)
-    return all_reduce_over(flat.div_(group.size()), group)
-
-
-def _results(
-    pairs: Sequence[_Pair], mean: Tensor, fingerprint: str, *, rank: int
-) -> list[Tensor | None]:
-    """Returns the mean gradients, None for a gradient that no rank has."""
-    sizes = [example.numel() for _, example in pairs]
-    *parts, flags = torch.split(mean, [*sizes, mean.numel() - sum(sizes)])
-    are_there = [gradient is not None for gradient, _ in pairs]
-    # Reading makes the host wait for a device. A rank that has all gradients learns nothing.
-    if device_of(mean.device).is_host or not all(are_there):
-        read = (flags != 0).tolist()
-        are_there = read[: len(pairs)]
-        require(
-            read[len(pairs) :] == _bits(fingerprint),
-            "ranks gave gradients of different shapes or dtypes.",
-            where=f"rank {rank}: fingerprint {fingerprint}",
-            remedy="Give the gradients of the same parameters in the same order on every rank.",
-            error=PlanMismatch,
-        )
-    found: list[Tensor | None] = []
-    for (_, example), part, is_there in zip(pairs, parts, are_there, strict=True):
-        # `.data` is a separate tensor. Views of one tensor share a version counter: changing
-        # one gradient in place would make autograd refuse a graph that has saved another.
-        result = part.view(example.shape).data
-        if not example.is_contiguous():
-            result = torch.empty_like(example).copy_(result)
-        found.append(result if is_there else None)
-    return found
+def _require_alike(values: Sequence[Tensor], group: dist.ProcessGroup, place: torch.device) -> None:
+    """Raises PlanMismatch on every rank if ranks have different shapes or dtypes."""
+    described = [(tuple(value.shape), str(value.dtype)) for value in values]
+    digest = zlib.crc32(repr(described).encode())
+    largest = torch.tensor([digest, -digest], device=place)
+    all_reduce_over(largest, group, dist.ReduceOp.MAX).wait()
+    require(
+        largest.tolist() == [digest, -digest],
+        "ranks gave gradients of different shapes or dtypes.",
+        where=f"rank {group.rank()}: {len(values)} gradients, digest {digest:08x}",
+        remedy="Give the gradients of the same parameters in the same order on every rank.",
+        error=PlanMismatch,
+    )
 
 
 def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None, ...]:
@@ -158,60 +141,36 @@ def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None,
     return tuple(tensors)
 
 
-def _with_examples(
-    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor | None] | None
-) -> list[_Pair]:
-    """Returns each gradient, dense and without its graph, and itself or its parameter."""
+def _value(index: int, gradient: Tensor | None, example: Tensor | None) -> Tensor:
+    """Returns the gradient, dense and without its graph; zeros like `example` if it is None."""
     require(
-        parameters is None or len(parameters) == len(gradients),
-        f"there are {len(gradients)} gradients and {len(parameters or ())} parameters.",
-        where=_WHERE,
-        remedy=_SAME_ORDER,
-    )
-    pairs: list[_Pair] = []
-    for index, given in enumerate(gradients):
-        gradient = _dense(index, given)
-        example = gradient if parameters is None else parameters[index]
-        require(
-            parameters is not None or gradient is not None,
-            f"gradient {index} is None, and its size is unknown.",
-            where=_WHERE,
-            remedy="Pass parameters too: the same ones that you gave to torch.autograd.grad.",
-        )
-        if not isinstance(example, Tensor):
-            raise WrongType(
-                f"parameter {index} must be a tensor, got {type(example).__name__}.",
-                where=_WHERE,
-                remedy=_ENTRIES,
-            )
-        like = example if gradient is None else gradient
-        # Strides may differ, but not the shape: a rank whose gradient is None uses the parameter's.
-        require(
-            _text(like) == _text(example),
-            f"gradient {index} must be like its parameter, {_text(example)}, got {_text(like)}.",
-            where=_WHERE,
-            remedy=_SAME_ORDER,
-        )
-        pairs.append((gradient, like))
-    return pairs
-
-
-def _dense(index: int, gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return None
-    require(
-        isinstance(gradient, Tensor),
+        gradient is None or isinstance(gradient, Tensor),
         f"gradient {index} must be a tensor or None, got {type(gradient).__name__}.",
         where=_WHERE,
         remedy=_ENTRIES,
         error=WrongType,
     )
+    if not isinstance(example, Tensor):
+        raise ConfigError(
+            f"gradient {index} has no parameter that tells its shape.",
+            where=_WHERE,
+            remedy="If a gradient is None, pass parameters too: the tensors that you gave to "
+            "torch.autograd.grad.",
+        )
+    if gradient is None:
+        return torch.zeros_like(example)
     require(
         gradient.is_floating_point() or gradient.is_complex(),
         f"gradient {index} must be floating-point or complex, got {gradient.dtype}.",
         where=_WHERE,
         remedy=_ENTRIES,
         error=WrongType,
+    )
+    require(
+        _text(gradient) == _text(example),
+        f"gradient {index} must be like its parameter, {_text(example)}, got {_text(gradient)}.",
+        where=_WHERE,
+        remedy=_SAME_ORDER,
     )
     return gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
 

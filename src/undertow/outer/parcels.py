@@ -31,10 +31,7 @@ class MeanInFullWidth(FullWidth):
         rows: Sequence[Sequence[int]],
     ) -> None:
         FullWidth.add_up(self, messages, index, into=into, rows=rows)
-        into.div_(len(messages))
-        num_buffers = _num_after(self.buffers, self.parts[index])
-        if num_buffers:
-            mean_of_buffers([sent[-num_buffers:] for sent in messages], into[-num_buffers:])
+        _divide(into, messages, self.parts[index], buffers=self.buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +49,20 @@ class EncodedMean(Encoded):
         rows: Sequence[Sequence[int]],
     ) -> None:
         Encoded.add_up(self, messages, index, into=into, rows=rows)
-        into.div_(len(messages))
-        num_buffers = _num_after(self.buffers, self.parts[index])
-        if num_buffers:
-            num_bytes = num_buffers * self.dtype.itemsize
-            own = [sent[-num_bytes:].view(self.dtype) for sent in messages]
-            mean_of_buffers(own, into[-num_buffers:])
+        _divide(into, messages, self.parts[index], buffers=self.buffers)
 
 
-def _num_after(start: int, part: range) -> int:
-    """Returns the number of elements of the part from `start` on."""
-    return max(0, part.stop - max(start, part.start))
+def _divide(total: Tensor, messages: Sequence[Tensor], part: range, *, buffers: int) -> None:
+    """Turns the sum of all replicas' messages of one part into their mean.
+
+    Each message ends with the part's buffers in full width, which have their own mean.
+    """
+    total.div_(len(messages))
+    num_buffers = part.stop - max(buffers, part.start)
+    if num_buffers > 0:
+        num_bytes = num_buffers * total.itemsize
+        sent = [message.view(torch.uint8)[-num_bytes:].view(total.dtype) for message in messages]
+        mean_of_buffers(sent, total[-num_buffers:])
 
 
 def mean_of_buffers(values: Sequence[Tensor], into: Tensor) -> None:
