@@ -387,6 +387,12 @@ def test_ranks_may_hold_a_gradient_with_other_strides() -> None:
     assert {averaged[0].stride(), partly[0].stride()} == {(4, 1) if rank else (1, 3)}
 
 
+@in_ranks(2)
+def test_a_mean_of_16_bits_does_not_overflow_where_the_sum_would() -> None:
+    (mean,) = average_gradients([torch.full((3,), 40_000.0, dtype=torch.float16)])
+    assert mean.tolist() == [40_000.0] * 3
+
+
 @in_ranks(2, 3)
 def test_an_expanded_gradient_becomes_one_that_can_be_written() -> None:
     """And the same tensor may be the gradient of two."""

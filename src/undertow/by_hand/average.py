@@ -112,7 +112,9 @@ def _bits(fingerprint: str) -> list[bool]:
 
 
 def _started(flat: Tensor, group: dist.ProcessGroup, reference: GroupRef) -> Handle:
-    if reference.abilities_for(flat.device).average:
+    can = reference.abilities_for(flat.device)
+    may_overflow = flat.dtype is torch.float16 and not can.divide_first
+    if can.average and not may_overflow:
         return all_reduce_over(flat, group, dist.ReduceOp.AVG)
     return all_reduce_over(flat.div_(group.size()), group)
 
