@@ -384,6 +384,12 @@ def test_ranks_may_hold_a_gradient_with_other_strides() -> None:
     require_same({"one": partly[0]}, {"one": noise(3, 4, rank=0) / num_ranks})
 
 
+@in_ranks(2)
+def test_a_mean_of_16_bits_does_not_overflow_where_the_sum_would() -> None:
+    (mean,) = average_gradients([torch.full((3,), 40_000.0, dtype=torch.float16)])
+    assert mean.tolist() == [40_000.0] * 3
+
+
 @in_ranks(2, 3)
 def test_an_expanded_gradient_becomes_one_that_can_be_written() -> None:
     """And the same tensor may be the gradient of two."""

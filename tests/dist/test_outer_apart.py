@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from support.errors import text_of
+from support.inside import leave_unread
 from support.models import noise
 from support.outer import Reference, loss_of, net, replica, require_equal, same_everywhere, step, train
 from support.ranks import in_ranks
 from support.sharded import mesh_of
-from undertow import NonFiniteGradient, Outer, PlanMismatch
+from undertow import Desync, NonFiniteGradient, Outer, PlanMismatch
 
 
 @in_ranks(2, is_fresh=True)
@@ -252,3 +253,38 @@ def test_one_rank_in_deterministic_mode_is_enough() -> None:
         stack.callback(torch.use_deterministic_algorithms, False)
         train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(8))
         assert ddp.outer.state_dict()["turns"] == [2, 3]
+
+
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("saved_after", [5, 6, 8])
+def test_a_state_that_one_replica_alone_has_loaded_is_told(saved_after: int) -> None:
+    """Its fragments have other sizes: gloo would end a process that receives more than it has memory for."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 3))
+
+    outer = Outer(every=5, fragments=2, delay=1)
+    with replica(make(), outer) as ddp:
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(saved_after))
+        state = ddp.outer.state_dict()
+    with replica(make(), outer) as ddp:
+        if dist.get_rank() == 1:
+            ddp.outer.load_state_dict(state)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        text = text_of(Desync, lambda: train(ddp, optimizer, range(12)))
+    assert text.startswith("rank 1 has stepped a different number of times than the other replicas")
+    assert "rank 0: 5 forwards before step 5, rank 1: " in text
+    assert text.endswith(" and for a state of model.outer that only some have loaded.")
+
+
+@in_ranks(2, is_fresh=True)
+def test_another_fragment_in_the_same_step_is_told() -> None:
+    """As after a load of a state with other fragments."""
+    with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(2))
+        leave_unread(ddp, [[4.0, 4.0, 9.0, 0.0, 0.0, 0.0], [4.0, 4.0, 8.0, 0.0, 0.0, 0.0]])
+        text = text_of(Desync, ddp.outer.state_dict)
+    assert text == (
+        "rank 1 exchanges another fragment than the other replicas.\n  exchange of fragment 0, after step 4\n"
+        "  Load a state of model.outer on every rank or on none."
+    )

@@ -101,7 +101,9 @@ def _means(values: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
         bucket.prepare()
         if group.size() > 1:
             op = dist.ReduceOp.AVG
-            if not GroupRef.of(group).abilities_for(bucket.bucket_tensor.device).average:
+            can = GroupRef.of(group).abilities_for(bucket.bucket_tensor.device)
+            may_overflow = bucket.bucket_tensor.dtype is torch.float16 and not can.divide_first
+            if may_overflow or not can.average:
                 op = dist.ReduceOp.SUM
                 bucket.bucket_tensor.div_(group.size())
             bucket.reduce_async(group, op)

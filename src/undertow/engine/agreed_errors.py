@@ -124,7 +124,8 @@ def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
         values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
-            where += f"\n  first difference: {name} is {listed}"
+            difference = _other_groups(of_ranks, name) or f"{name} is {listed}"
+            where += f"\n  first difference: {difference}"
             break
     return PlanMismatch(
         "ranks step with different settings of an optimizer.",
@@ -132,6 +133,21 @@ def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
         remedy="Give every rank the same settings. A scheduler must follow a number that all "
         "ranks have, such as the mean of their losses.",
     )
+
+
+def _other_groups(of_ranks: Mapping[int, Mapping[str, str]], name: str) -> str:
+    """Returns which ranks step another group than that of the setting `name`, such as one of
+    another class, or "" if all ranks step it."""
+    groups = {
+        rank: {each.partition(" of ")[2] for each in of_rank} for rank, of_rank in of_ranks.items()
+    }
+    group = name.partition(" of ")[2]
+    without = sorted(rank for rank, found in groups.items() if group not in found)
+    if not without or not group.startswith("group "):
+        return ""
+    others = groups[without[0]].difference(*(groups[rank] for rank in groups.keys() - without))
+    instead = f", but {min(others)}" if others else ""
+    return f"rank {', '.join(map(str, without))} does not step {group}{instead}"
 
 
 def require_same_settings(texts: Sequence[str], *, where: str) -> None:

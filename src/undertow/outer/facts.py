@@ -18,6 +18,7 @@ class ReplicaFacts(NamedTuple):
 
     step: int
     num_forwards: int
+    numel: int  # of what it exchanges
     fingerprint: int  # of the global parameters and the outer momentum, in the first exchange
     settings: int  # digest of the settings of all optimizer steps so far; 0 is like any other
     not_finite: int  # 1 + the place of the first tensor that is not finite, 0: all are
@@ -43,8 +44,16 @@ def require_alike(
             "other replicas for the forwards that it ran.",
             where=f"{where}: {listed(texts, most=8)}",
             remedy="Look for a step, or a forward outside of accumulate(), that only some ranks "
-            "run.",
+            "run, and for a state of model.outer that only some have loaded.",
         )
+    others = _others({rank: facts.numel for rank, facts in of_ranks.items()})
+    require(
+        not others,
+        f"rank {others} exchanges another fragment than the other replicas.",
+        where=f"{where}, after step {of_ranks[0].step}",
+        remedy="Load a state of model.outer on every rank or on none.",
+        error=Desync,
+    )
     differing = _others({rank: facts.fingerprint for rank, facts in of_ranks.items()})
     require(
         not differing,

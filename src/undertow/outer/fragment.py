@@ -236,11 +236,11 @@ class Fragment:
         if replicas.row is not None:
             sent[:numel].copy_(whole[own])
         facts = sent[numel:].view(column.num_ranks, _NUM_FACTS)[column.rank]
-        for place, fact in enumerate((step, num_forwards, 0, replicas.settings.digest)):
+        for place, fact in enumerate((step, num_forwards, numel, 0, replicas.settings.digest)):
             facts[place] = fact % MODULO
         facts[-1].copy_(bad)
         if self._is_new:
-            facts[2].copy_(self._fingerprint())
+            facts[3].copy_(self._fingerprint())
         self._is_new = False
         flight = self.flight = Flight(due, whole, sent)
         flight.started_s = flight.done_s = time.perf_counter()
@@ -250,7 +250,9 @@ class Fragment:
                 Turn(step), Stage.OWN, rank=column.rank, device=self.values.device
             )
         with column.waiting(""):
-            flight.handle = replicas.exchanges.all_reduce(sent[:], parcel, trailer=sent[numel:])
+            flight.handle = replicas.exchanges.all_reduce(
+                sent[:], parcel, trailer=sent[numel:], is_alike=_are_of_one_fragment
+            )
         column.makes_call(f"fragment {self.index}")
         flight.handle.on_done(flight.notes_end)
 
@@ -410,6 +412,12 @@ class Fragment:
         self.values[numel:].copy_(flight.mean[numel:])
         self.write(self.values, mix=outer.mix)
         self.flight = None
+
+
+def _are_of_one_fragment(facts: Tensor) -> bool:
+    """True if all ranks of a column exchange the same fragment after the same step."""
+    of_ranks = [ReplicaFacts(*map(int, row)) for row in facts.view(-1, _NUM_FACTS).tolist()]
+    return len({(of_rank.step, of_rank.numel) for of_rank in of_ranks}) == 1
 
 
 def _fill(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

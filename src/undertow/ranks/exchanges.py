@@ -102,13 +102,20 @@ class P2PCollectives:
         return self._started(post, self._adding)
 
     def all_reduce(
-        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None
+        self,
+        tensor: Tensor,
+        parcel: Parcel | None = None,
+        *,
+        trailer: Tensor | None = None,
+        is_alike: Callable[[Tensor], bool] | None = None,
     ) -> Handle:
         """Starts to replace `tensor` by its mean over ranks, added in rank order.
 
         Ranks of a mesh are added row by row, like exchanges inside and across its rows. Without
         a parcel all of it travels in full width. `trailer` is no part of the parcel, and becomes
-        its sum over ranks.
+        its sum over ranks. With `is_alike` the trailer travels first, and `tensor` only if this
+        returns True for it, as it must on all ranks or none: if a message is longer than the memory
+        for it, gloo ends the process.
         """
         if parcel is None:
             parcel = _whole(tensor, self.group)
@@ -116,7 +123,12 @@ class P2PCollectives:
 
         def post() -> Task:
             sent = parcel.messages(tensor, self._taken)
-            return self._post_all_reduce(sent, tensor, parcel, self._divisor, tag, trailer)
+            if is_alike is None or trailer is None:
+                return self._post_all_reduce(sent, tensor, parcel, self._divisor, tag, trailer)
+            self._post_sum(trailer, tag + 2)()
+            if not is_alike(trailer):
+                return lambda: _nothing
+            return self._post_all_reduce(sent, tensor, parcel, self._divisor, tag, None)
 
         return self._started(post, self._adding, self._gathering)
 
@@ -297,6 +309,10 @@ def _wait_for(works: Sequence[Work]) -> None:
         work.wait()
 
 
+def _nothing() -> None:
+    """The last stage of an exchange that ranks have not begun."""
+
+
 def _end_gather(works: Sequence[Work], then: Task | None, _held: dist.ProcessGroup) -> None:
     _wait_for(works)
     if then is not None:
@@ -368,7 +384,12 @@ class BackendCollectives:
         return Handle(work, *of_trailer.works, finish=finish)
 
     def all_reduce(
-        self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None
+        self,
+        tensor: Tensor,
+        parcel: Parcel | None = None,
+        *,
+        trailer: Tensor | None = None,
+        is_alike: Callable[[Tensor], bool] | None = None,  # not asked: the host would have to wait
     ) -> Handle:
         if parcel is None:
             parcel = _whole(tensor, self.group)

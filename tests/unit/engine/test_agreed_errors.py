@@ -129,6 +129,19 @@ def test_the_first_setting_that_differs_is_named_with_the_values_of_all_ranks() 
     ]
 
 
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (("lr of group 0 of SGD with 'a': 0.1", "lr of group 0 of AdamW with 'a': 0.1"), ", but group 0 of AdamW with 'a'"),
+        (("lr of group 0 of SGD with 'a': 0.1", ""), ""),
+    ],
+)
+def test_a_rank_that_steps_another_optimizer_is_named_with_it(texts: tuple[str, str], shown: str) -> None:
+    """And not with a setting, which its optimizer may have too."""
+    text = str(settings_differ(dict(enumerate(texts)), where="save_checkpoint"))
+    assert f"\n  first difference: rank 1 does not step group 0 of SGD with 'a'{shown}\n" in text
+
+
 @pytest.mark.parametrize("texts", [["lr: 1"], ["lr: 1", "lr: 1"], ["lr: 1", "lr: 1", "lr: 2"]])
 def test_ranks_whose_settings_have_the_same_text_have_the_same_settings(texts: list[str]) -> None:
     with pytest.raises(PlanMismatch, match="lr is 1 on rank 0, 1 on rank 1, 2 on rank 2") if len(texts) == 3 else nullcontext():
