@@ -67,6 +67,7 @@ def average_gradients(
     )
     group = user_group(process_group)
     warn_of_lone_rank(process_group, _WHERE)
+    reference = GroupRef.of(group)
     given = _listed(gradients, "gradients")
     examples = given if parameters is None else _listed(parameters, "parameters")
     require(
@@ -87,13 +88,13 @@ def average_gradients(
         counts = torch.tensor(are_there, dtype=torch.int32, device=place)
         all_reduce_over(counts, group).wait()
         are_there = counts.bool().tolist()
-    means = _means(values, group)
+    means = _means(values, group, reference)
     return tuple(
         mean if is_there else None for mean, is_there in zip(means, are_there, strict=True)
     )
 
 
-def _means(values: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _means(values: Sequence[Tensor], group: dist.ProcessGroup, reference: GroupRef) -> list[Tensor]:
     """Returns the mean over ranks of each tensor, as views of the buckets that were reduced."""
     manager = GradientBucketManager(group, values, bucket_size_in_bytes=math.inf)
     found: dict[int, Tensor] = {}  # by id
@@ -101,7 +102,7 @@ def _means(values: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
         bucket.prepare()
         if group.size() > 1:
             op = dist.ReduceOp.AVG
-            can = GroupRef.of(group).abilities_for(bucket.bucket_tensor.device)
+            can = reference.abilities_for(bucket.bucket_tensor.device)
             may_overflow = bucket.bucket_tensor.dtype is torch.float16 and not can.divide_first
             if may_overflow or not can.average:
                 op = dist.ReduceOp.SUM
