@@ -13,7 +13,7 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, ClassVar, TypeAlias, TypeVar, Union
+from typing import Any, TypeAlias, Union
 
 import torch
 from torch import Tensor
@@ -29,14 +29,7 @@ from undertow.errors import ReplicaMismatch, UndertowError
 from undertow.plan import Bucket, Plan, signature_of
 from undertow.ranks.dither import Rotation
 from undertow.ranks.transport import OwnGroup
-from undertow.schedule import (
-    Op,
-    OpKind,
-    Releases,
-    Strategy,
-    lower_accumulation,
-    lower_data_parallel,
-)
+from undertow.schedule import Op, OpKind, Strategy, lower_data_parallel
 from undertow.torch_private import private
 from undertow.wire import WIRES
 
@@ -44,8 +37,6 @@ from undertow.wire import WIRES
 Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 # A part of a round between two waits for other ranks; returns the next part.
 Stage: TypeAlias = Callable[[], Union["Stage", None]]
-T = TypeVar("T")
-Acts: TypeAlias = Mapping[OpKind, Callable[[T, LiveBucket], object]]
 
 _LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
 _NUM_ROUNDS_READ_AT_ONCE = 2  # on a device, where the host waits for it
@@ -88,11 +79,6 @@ class CompiledPlan:
             before.release_messages()
         self.is_profiling = False  # torch's profiler runs
         self._num_rounds = 0
-        schedule = lower_data_parallel(
-            len(plan.buckets), self.strategy, overlap=reducer.config.overlap
-        )
-        self.synchronizing = Releases(schedule)
-        self.gathers = tuple(op for op in schedule.ops if op.kind is OpKind.ALL_GATHER)
 
     @cached_property
     def buckets(self) -> Sequence[LiveBucket]:
@@ -117,16 +103,6 @@ class CompiledPlan:
         """The bucket size at which torch.compile cuts graphs, or 0 if they stay whole."""
         largest = max((bucket.num_bytes for bucket in self.plan.buckets), default=0)
         return largest if self.plan.num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
-
-    @cached_property
-    def accumulating(self) -> Releases:
-        """The ops of a backward that only accumulates: the same under every strategy."""
-        return Releases(lower_accumulation(len(self.plan.buckets)))
-
-    @cached_property
-    def adding_up_shards(self) -> Releases:
-        """The ops of a backward that accumulates, if the strategy reduces micro-batches."""
-        return Releases(lower_accumulation(len(self.plan.buckets), self.strategy))
 
     @property
     def present(self) -> Present:
@@ -166,42 +142,41 @@ class CompiledPlan:
         """
         return self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
-    def issue(self, ops: Sequence[Op], acts: Acts[T], owner: T) -> None:
-        """Issues `ops` in this order, and tells the observer of each, if there is one.
+    def run(self, kind: OpKind, act: Callable[[LiveBucket], object], bucket: LiveBucket) -> None:
+        """Calls `act(bucket)`, which is an op of this kind: it packs, sends, binds or gathers.
 
-        Args:
-            ops: Ops of this plan's schedules.
-            acts: By kind, the function that issues an op: `act(owner, bucket)`.
-            owner: The round, or the gathers, that these functions belong to.
+        Tests may watch ops, and torch's profiler shows them. If one fails, every rank is told:
+        others wait for its message, unless it only binds.
         """
-        if not ops:
-            return
-        is_waiting = ops[0].kind is OpKind.BIND  # a bucket names its own wait
-        watch = self.group.watch
-        if not is_waiting:
-            watch.check()
         try:
             if self.recorder.observer is None and not self.is_profiling:
-                for op in ops:
-                    acts[op.kind](owner, self.buckets[op.bucket or 0])
+                act(bucket)
             else:
-                self._issue_observed(ops, acts, owner)
+                self._run_observed(kind, act, bucket)
         except BaseException as error:
-            # These messages must be complete on every rank.
-            if not is_waiting and not isinstance(error, UndertowError):
-                watch.fail(error)
+            if kind is not OpKind.BIND and not isinstance(error, UndertowError):
+                self.group.watch.fail(error)
             raise
 
-    def _issue_observed(self, ops: Sequence[Op], acts: Acts[T], owner: T) -> None:
-        observer = self.recorder.observer
-        for op in ops:
-            with (
-                torch.profiler.record_function(f"undertow.{op.label}")
-                if self.is_profiling
-                else nullcontext(),
-                nullcontext() if observer is None else observer(op),
-            ):
-                acts[op.kind](owner, self.buckets[op.bucket or 0])
+    def _run_observed(
+        self, kind: OpKind, act: Callable[[LiveBucket], object], bucket: LiveBucket
+    ) -> None:
+        op, observer = self._ops[kind, bucket.spec.index], self.recorder.observer
+        with (
+            torch.profiler.record_function(f"undertow.{op.label}")
+            if self.is_profiling
+            else nullcontext(),
+            nullcontext() if observer is None else observer(op),
+        ):
+            act(bucket)
+
+    @cached_property
+    def _ops(self) -> dict[tuple[OpKind, int | None], Op]:
+        """The ops of the schedule, which is data for reports, tests and the simulator: buckets
+        leave by a counter (`Round`), and a test compares the two orders."""
+        overlap = self.reducer.config.overlap
+        schedule = lower_data_parallel(len(self.plan.buckets), self.strategy, overlap=overlap)
+        return {(op.kind, op.bucket): op for op in schedule.ops}
 
     def is_completed(self) -> bool:
         """Returns True if the collectives of all buckets are complete."""
@@ -318,7 +293,7 @@ class Round:
     """A round that is under way.
 
         start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] `conclude`
-        buckets leave as they fill
+        buckets leave as they fill, in the order of the plan, so that all ranks send alike
 
     It is there from its first gradient on, and starts at once, or after a rebuild when its backward
     has ended. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait for
@@ -339,19 +314,14 @@ class Round:
     terms: Terms = Terms()
     # from `start` on
     compiled: CompiledPlan = field(init=False)
-    releases: Releases = field(init=False)
+    num_sent: int = 0  # buckets that have left
+    kept: set[int] = field(default_factory=set)  # buckets that an accumulation has packed
     hooks: ParamHooks | None = None  # that follow its gradients; None before a rebuild
 
     def start(self, compiled: CompiledPlan, hooks: ParamHooks | None, terms: Terms) -> None:
         """Starts it under a plan, once."""
         self.has_started = True
         self.compiled, self.hooks, self.terms = compiled, hooks, terms
-        self.releases = compiled.synchronizing
-        if self.kind is RoundKind.ACCUMULATE:
-            self.releases = compiled.accumulating
-        elif not self.is_last and compiled.strategy.reduces_micro_batches:
-            self.releases = compiled.adding_up_shards  # and nothing more
-        self.releases.reset()
         if hooks is not None:
             hooks.arrivals.on_full = self._bucket_is_full
         self.found.readings += compiled.round_begins(
@@ -363,30 +333,60 @@ class Round:
         self.stage, self.has_ended = first, True
 
     @private.untraced
-    def _bucket_is_full(self, bucket: int) -> None:
+    def _bucket_is_full(self, index: int) -> None:
         """Called when all gradients of a bucket have arrived.
 
-        It leaves, if the buckets before it have left.
+        It leaves if those before it have left. The last one waits for the end of backward, because
+        its trailer has what a rank knows only then.
         """
-        if not self.holds_back:
-            self.compiled.issue(self.releases.happen(self.releases.fills[bucket]), self.acts, self)
+        if self.kind is RoundKind.ACCUMULATE:
+            self._keep(self.compiled.buckets[index])
+        elif not self.holds_back:
+            assert self.hooks is not None  # whose call this is
+            arrivals, last = self.hooks.arrivals.buckets, len(self.compiled.buckets) - 1
+            while self.num_sent < last and arrivals[self.num_sent].is_full:
+                self._send_next()
 
     def send(self) -> Stage:
         """Called at the end of backward: sends the remaining buckets."""
+        buckets = self.compiled.buckets
         if self.hooks is not None and not self.has_failed:
             arrivals = self.hooks.arrivals
             absent = arrivals.absent
             if absent:  # what something other than autograd has written into `.grad` counts as well
                 arrivals.note(self.compiled.written(absent - self.hooks.arrived_before))
-        self.compiled.issue(self.releases.happen(self.releases.end), self.acts, self)
+        if self.kind is RoundKind.ACCUMULATE:
+            for bucket in buckets:
+                if bucket.spec.index not in self.kept:
+                    self._keep(bucket)
+        else:
+            while self.num_sent < len(buckets):
+                self._send_next()
         return self.wait
+
+    def _keep(self, bucket: LiveBucket) -> None:
+        """Packs the gradients of a backward that only accumulates; they stay on this rank."""
+        self.kept.add(bucket.spec.index)
+        self.compiled.run(OpKind.PACK, self._pack_local, bucket)
+        self.compiled.run(OpKind.BIND, self._bind_local, bucket)
+
+    def _send_next(self) -> None:
+        compiled, bucket = self.compiled, self.compiled.buckets[self.num_sent]
+        self.num_sent += 1
+        compiled.group.watch.check()
+        compiled.run(OpKind.PACK, self._pack, bucket)
+        compiled.run(bucket.reduction, self._launch, bucket)
+        if compiled.strategy.crossing is not None:
+            compiled.run(compiled.strategy.crossing, self._launch_across, bucket)
 
     def wait(self) -> Stage | None:
         """Waits for the buckets, and binds `.grad` to them.
 
         Sends gradients again that arrived late on any rank.
         """
-        self.compiled.issue(self.releases.happen(self.releases.join), self.acts, self)
+        if self.kind is not RoundKind.ACCUMULATE:
+            for bucket in self.compiled.buckets:
+                self.compiled.run(OpKind.BIND, self._bind, bucket)
         if self.conclude is None:
             return None
         late_buckets = self.found.late_buckets if self.found.readings else ()
@@ -408,14 +408,17 @@ class Round:
         self.hooks.arrivals.learn_repeats()
         return self.conclude(self)
 
+    def _pack_local(self, bucket: LiveBucket) -> None:
+        self._follow_streams(bucket)
+        bucket.pack_local()
+
+    def _bind_local(self, bucket: LiveBucket) -> None:
+        bucket.bind_local()
+
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
         recorder, hooks = self.compiled.recorder, self.hooks
-        if hooks is not None and hooks.arrivals.buckets[spec.index].streams:
-            self._follow(bucket, hooks.arrivals.buckets[spec.index].streams)
-        if self.kind is RoundKind.ACCUMULATE:
-            bucket.pack_local()
-            return
+        self._follow_streams(bucket)
         bucket.marks = recorder.ready(
             spec.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction
         )
@@ -442,8 +445,11 @@ class Round:
             facts=self._own_facts() if spec.trailer.facts else None,
         )
 
-    def _follow(self, bucket: LiveBucket, streams: set[torch.Stream]) -> None:
+    def _follow_streams(self, bucket: LiveBucket) -> None:
         """Makes the current stream wait for those that gradients arrived on, and forgets them."""
+        if self.hooks is None or not self.hooks.arrivals.buckets[bucket.spec.index].streams:
+            return
+        streams = self.hooks.arrivals.buckets[bucket.spec.index].streams
         device = self.compiled.group.hardware
         assert isinstance(device, Accelerator)
         streams.discard(device.stream_of(bucket.memory.flat))
@@ -472,13 +478,10 @@ class Round:
         if not is_alone or private.graph_task_id() == -1:
             recorder.completes(bucket.marks, bucket.handles[0])
 
-    def _all_reduce(self, bucket: LiveBucket) -> None:
-        # On a mesh it is the second collective of a sharded bucket.
-        if bucket.reduction is OpKind.ALL_REDUCE:
-            self._launch(bucket)
-        else:
-            bucket.launch_across()
-            self.compiled.recorder.completes(bucket.marks, bucket.handles[0])
+    def _launch_across(self, bucket: LiveBucket) -> None:
+        """Sends a shard over the second axis of a mesh."""
+        bucket.launch_across()
+        self.compiled.recorder.completes(bucket.marks, bucket.handles[0])
 
     def _own_facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some
@@ -503,9 +506,6 @@ class Round:
         )
 
     def _bind(self, bucket: LiveBucket) -> None:
-        if not bucket.handles:
-            bucket.bind_local()
-            return
         with self.compiled.group.watch.waiting(bucket.label):
             bucket.wait()
             if self.terms.rescale != 1.0:
@@ -541,10 +541,3 @@ class Round:
             if reading.nonfinite:
                 found.nonfinite[index] = reading.nonfinite
         return reading
-
-    acts: ClassVar[Acts[Round]] = {
-        OpKind.PACK: _pack,
-        OpKind.REDUCE_SCATTER: _launch,
-        OpKind.ALL_REDUCE: _all_reduce,
-        OpKind.BIND: _bind,
-    }

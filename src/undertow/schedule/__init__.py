@@ -1,8 +1,9 @@
-"""The ops of one step: lowered from a plan, printed, and released as gradients arrive."""
+"""The ops of one step: lowered from a plan, printed, simulated; and the arrivals of gradients."""
 
-from undertow.schedule.arrivals import Arrivals, Releases
+from undertow.schedule.arrivals import Arrivals
 from undertow.schedule.lower import lower_accumulation, lower_data_parallel
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule
+from undertow.schedule.releases import Releases
 from undertow.schedule.strategies import (
     DDP,
     HYBRID,

@@ -27,6 +27,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_exporting
 from torch.utils.hooks import RemovableHandle
 
+from undertow.buckets.bucket import LiveBucket
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.errors import PhaseError, UndertowError, require
 from undertow.ranks.exchanges import Collectives
@@ -179,8 +180,9 @@ class Gathers:
         # `in_flight` and the classes change together, because other threads read them.
         self._lock = threading.RLock()
 
-    def launch(self, bucket: int) -> None:
+    def launch(self, live: LiveBucket) -> None:
         """Sends this rank's shard of a bucket to all others, and receives theirs."""
+        bucket = live.spec.index
         flat = self.flats[bucket]
         increment_version(flat.params)
         if flat.flat.numel() == 0:

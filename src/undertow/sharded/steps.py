@@ -495,10 +495,9 @@ class ShardedSteps:
             return
         try:
             compiled = self._engine.current_plan.compiled
-            ops = compiled.gathers
-            if len(buckets) < len(sharding.flats):
-                ops = tuple(op for op in ops if op.bucket in buckets)
-            compiled.issue(ops, {OpKind.ALL_GATHER: _gather}, sharding.gathers)
+            compiled.group.watch.check()
+            for index in sorted(buckets, reverse=True):  # in the order of the next forward
+                compiled.run(OpKind.ALL_GATHER, sharding.gathers.launch, compiled.buckets[index])
         except BaseException:
             sharding.gathers.are_cut_off(buckets)
             raise
@@ -543,10 +542,6 @@ class ShardedSteps:
 
 def _class_name(stepper: Optimizer) -> str:
     return str(getattr(stepper, "optimizer_class", type(stepper)).__name__)
-
-
-def _gather(gathers: Gathers, bucket: LiveBucket) -> None:
-    gathers.launch(bucket.spec.index)
 
 
 def finish_before_look(engine: Engine, params: Iterable[Tensor], *, reader: str) -> None:
