@@ -97,8 +97,7 @@ class GradientSync:
         self._members = ModuleParams(
             module, ignored, elsewhere=elsewhere, reduce_dtype=config.reduce_dtype
         )
-        # of an attached module; a wrapper's are in ddp/rpc.py
-        self._forward_hooks: list[RemovableHandle] = []
+        self._forward_hooks: list[RemovableHandle] = []  # of an attached module
         self._is_closed = self._is_compiled = False
         self._steps: ShardedSteps | None = None
         group = chosen_group(
@@ -619,6 +618,14 @@ class GradientSync:
             return
         if not self._engine.current_plan.is_active:
             return
+        if is_training and private.is_in_rpc_context():
+            raise PhaseError(
+                "gradients of torch.distributed.rpc are not averaged: a context of distributed "
+                "autograd keeps them instead of `.grad`.",
+                where=f"a training forward in dist_autograd.context(), rank {self.rank}",
+                remedy="Run the forward outside of the context, or use torch's "
+                "DistributedDataParallel.",
+            )
         if is_outermost:
             self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
         if self._steps is not None:  # after the mark of the forward, which this wait belongs to
