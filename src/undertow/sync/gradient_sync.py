@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from functools import partial
@@ -41,9 +42,9 @@ from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP
 from undertow.sharded.steps import ShardedSteps, full_gradient
-from undertow.sync.dropped import let_go, warn_of_late_backward
 from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
+from undertow.sync.late_backward import warn_of_late_backward
 from undertow.sync.measurements import explanation_of, measured_profile, sweep
 from undertow.sync.tracing import save_trace, trace_at_end
 from undertow.torch_private import private
@@ -52,6 +53,8 @@ from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 
 T = TypeVar("T")
+# Names of Undertow's threads, and of threads that Python has not started.
+_NOT_THE_USERS = ("undertow-", "Dummy-")
 
 
 class GradientSync:
@@ -144,10 +147,10 @@ class GradientSync:
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this, a dropped
         # model is never freed.
-        self._let_go = weakref.finalize(
-            self, let_go, engine, attached.close, os.getpid(), weakref.ref(self._module)
+        self._finalizer = weakref.finalize(
+            self, _close_dropped, engine, attached.close, os.getpid()
         )
-        self._let_go.atexit = False
+        self._finalizer.atexit = False  # other ranks may have ended
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -699,7 +702,7 @@ class GradientSync:
                 self._engine.current_plan.wait_for_parameters()
         finally:
             # The finalizer would wait again for a round that has failed or was interrupted.
-            self._let_go.detach()
+            self._finalizer.detach()
             self._attached.close()
             for hook in self._forward_hooks:
                 hook.remove()
@@ -797,6 +800,23 @@ class GradientSync:
             changed = args, kwargs = after_closure(args, kwargs, average)
         numbers: NonFinite = engine.checks.numbers
         return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
+
+
+def _close_dropped(engine: Engine, close: Callable[[], object], process: int) -> None:
+    """Closes a model that nothing refers to any more; drops errors of waits.
+
+    It waits for gradients and parameters on their way, because other ranks wait for them too. It
+    does not wait in a child process, or if the garbage collector runs in one of Undertow's threads,
+    which may be the one that gathers.
+    """
+    try:
+        thread = threading.current_thread().name
+        if os.getpid() == process and not thread.startswith(_NOT_THE_USERS):
+            if private.graph_task_id() == -1:
+                engine.siblings.wait_for_reductions()
+            engine.siblings.wait_for_parameters()
+    finally:
+        close()
 
 
 def _add_outer(sync: GradientSync, all_ranks: OwnGroup) -> OuterSync:
