@@ -110,6 +110,5 @@ class Meeting:
         return end
 
     def _end(self) -> Stage | None:
-        self._plans.members.ranks_agree()
         self._plans.follow()
         return None if self._then is None else self._then()

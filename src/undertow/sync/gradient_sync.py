@@ -547,18 +547,12 @@ class GradientSync:
             expert._share(kinds)
 
     def _synchronize_buffers(self, *, source: int = 0) -> None:
-        """Copies buffers from rank `source` or averages them, depending on the settings.
-
-        A collective call.
-        """
+        """Copies the buffers of rank `source`; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.current_plan.open_group()
         if self._members.common_buffers.buffers:
-            averages = self._config.buffers == "mean"
-            synchronize_buffers(
-                self._members.common_buffers, self._group, source=source, averages=averages
-            )
+            synchronize_buffers(self._members.common_buffers, self._group, source=source)
 
     def _shadow(self) -> None:
         """Takes part in one synchronization of the other ranks without contributing gradients."""
