@@ -314,8 +314,7 @@ class SyncConfig:
         average_in_collective: False divides whole gradients before the collective, which then sums.
             It has no effect with shards or "ordered", which divide the sum.
         buffers: Before the first training forward of a step, as in torch, module buffers follow
-            rank 0 ("rank0"), become the mean over ranks ("mean"; buffers that are neither real nor
-            complex follow rank 0), or are left alone ("off").
+            rank 0 ("rank0") or are left alone ("off").
         reduce_dtype: "float32", "fp32" or torch.float32 accumulates and reduces gradients of 16-bit
             parameters in fp32, and `.grad` is fp32. The optimizer must accept such gradients, as a
             ShardedOptimizer and torch's SGD do. None: in the gradients' own dtype.
@@ -375,7 +374,7 @@ class SyncConfig:
     reduce_dtype: Literal["float32", "fp32"] | Any | None = None
     wire: Literal["bfloat16", "bf16", "float16", "fp16", "int8", "auto"] | Any | None = None
     param_wire: Literal["bfloat16", "bf16", "int8"] | Any | None = None
-    buffers: Literal["rank0", "mean", "off"] = "rank0"
+    buffers: Literal["rank0", "off"] = "rank0"
     ignore: tuple[str, ...] = ()
     experts: tuple[ExpertGroup, ...] = ()
     nonfinite: Literal["ignore", "skip", "raise"] = "ignore"

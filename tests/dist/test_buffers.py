@@ -1,4 +1,4 @@
-"""Buffers follow rank 0 or become the mean over ranks before a training forward."""
+"""Buffers follow rank 0 before a training forward."""
 
 import contextlib
 import warnings
@@ -14,47 +14,28 @@ import undertow
 from support.alike import backwards, of_all_ranks
 from support.errors import text_of
 from support.models import CASES, noise
-from support.naive import collectives, require_same_gradients, wrapped
+from support.naive import require_same_gradients, wrapped
 from support.ranks import in_ranks
 from undertow import ConfigError, DistributedDataParallel
 
 CASE = CASES["convolutions"]
-WIDE = {
-    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float64),
-    **dict.fromkeys((torch.complex64, torch.complex128), torch.complex128),
-}
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def mean_of(tensors: list[Tensor]) -> Tensor:
-    """What is no number follows rank 0."""
-    dtype = tensors[0].dtype
-    return torch.stack(tensors).to(WIDE[dtype]).mean(0).to(dtype) if dtype in WIDE else tensors[0]
-
-
-FOLLOWED: dict[str, Callable[[list[Tensor], Tensor], Tensor]] = {
-    "rank0": lambda of_ranks, _: of_ranks[0],
-    "mean": lambda of_ranks, _: mean_of(of_ranks),
-    "off": lambda _, mine: mine,
-}
-
-
 @in_ranks(2, 3)
 @pytest.mark.parametrize(
-    ("setting", "mode", "followed"),
+    ("setting", "mode", "follows"),
     [
-        ("rank0", "training", "rank0"),
-        ("mean", "training", "mean"),
-        ("off", "training", "off"),
-        ("rank0", "evaluation", "off"),
-        ("mean", "evaluation", "off"),
-        ("rank0", "switched off", "off"),
+        ("rank0", "training", True),
+        ("off", "training", False),
+        ("rank0", "evaluation", False),
+        ("rank0", "switched off", False),
     ],
 )
-def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, followed: str) -> None:
+def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, follows: bool) -> None:
     """In a training forward: in an evaluation each rank has its own."""
     found: list[dict[str, Tensor]] = []
     model = CASE.model()
@@ -67,12 +48,12 @@ def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, fo
         CASE.loss(ddp, 2)
     of_ranks = of_all_ranks(mine)
     assert not torch.equal(of_ranks[0]["0.1.running_mean"], of_ranks[1]["0.1.running_mean"])
-    wanted = {name: FOLLOWED[followed]([it[name] for it in of_ranks], buffer) for name, buffer in mine.items()}
-    assert (
-        found[0].keys(),
-        [name for name in wanted if found[0][name].dtype != wanted[name].dtype],
-        [name for name in wanted if not torch.equal(found[0][name], wanted[name])],
-    ) == (wanted.keys(), [], [])
+    wanted = of_ranks[0] if follows else mine
+    assert (found[0].keys(), [buffer.dtype for buffer in found[0].values()]) == (
+        wanted.keys(),
+        [buffer.dtype for buffer in wanted.values()],
+    )
+    assert [name for name in wanted if not torch.equal(found[0][name], wanted[name])] == []
 
 
 @in_ranks(2, 3)
@@ -109,49 +90,28 @@ class Buffered(nn.Module):
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("setting", ["rank0", "mean"])
 @pytest.mark.parametrize("ignored", ["", "count", "linear.table"])
-def test_shared_buffers_stay_shared_and_ignored_ones_are_left_alone(setting: str, ignored: str) -> None:
+def test_shared_buffers_stay_shared_and_ignored_ones_are_left_alone(ignored: str) -> None:
     rank, model = dist.get_rank(), Buffered(count=torch.tensor(0), table=torch.zeros(2), nothing=None, empty=torch.zeros(0))
     model.linear.register_buffer("table", model.table)
     model.register_buffer("flag", torch.tensor(False), persistent=False)
-    with wrapped(model, ignore=(ignored,) if ignored else (), buffers=setting) as ddp:
+    with wrapped(model, ignore=(ignored,) if ignored else ()) as ddp:
         model.table.fill_(rank)
         model.count.fill_(rank + 5)
         model.flag.fill_(rank == 0)
-        table, empty = model.table, model.empty
+        table, flag, empty = model.table, model.flag, model.empty
         ddp(noise(1, 2))
-    wanted = rank if ignored == "linear.table" else ((dist.get_world_size() - 1) / 2 if setting == "mean" else 0)
     assert (model.table.tolist(), int(model.count), bool(model.flag)) == (
-        [wanted] * 2,
+        [rank if ignored == "linear.table" else 0] * 2,
         rank + 5 if ignored == "count" else 5,
         True,
     )
-    assert (model.table is model.linear.table, model.empty is empty) == (True, True)
-    assert (model.table is not table, table.tolist()) == (wanted != rank, [rank] * 2)  # what changes becomes a new tensor
-
-
-@in_ranks(2, 3)
-def test_buffers_of_every_dtype_are_averaged_as_exactly_as_it_can() -> None:
-    def of_rank(rank: int) -> dict[str, Tensor]:
-        return {f"of_{str(dtype)[6:]}": (noise(3, rank=rank).abs() + 1).to(dtype) for dtype in WIDE}
-
-    model = Buffered(**of_rank(0))
-    with wrapped(model, buffers="mean") as ddp:
-        for name, buffer in of_rank(dist.get_rank()).items():
-            setattr(model, name, buffer)
-        with collectives() as called:
-            ddp(noise(1, 2))
-    assert called == ["all_reduce"] * 2  # real and complex numbers
-    of_ranks = [of_rank(rank) for rank in range(dist.get_world_size())]
-    for name, buffer in model.named_buffers():
-        # Ours divides before it adds: some roundings of fp64, which only fp64 itself shows.
-        torch.testing.assert_close(buffer, mean_of([it[name] for it in of_ranks]), rtol=1e-15, atol=0.0)
+    assert (model.table is model.linear.table is table, model.empty is empty) == (True, True)
+    assert (model.flag is flag, flag.item()) == (rank == 0, rank == 0)  # what changes becomes a new tensor, unless it is shared
 
 
 @in_ranks(2, 3)
 def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor() -> None:
-    """Not all of it a number that a third can be taken of; averaged many times."""
     model = Buffered(
         table=noise(1000, rank=0),
         halves=noise(1000, rank=0).half(),
@@ -159,7 +119,7 @@ def test_a_buffer_that_is_the_same_on_every_rank_stays_the_same_tensor() -> None
         turned=noise(3, 4, rank=0).t(),
     )
     before = dict(model.named_buffers())
-    with wrapped(model, buffers="mean") as ddp:
+    with wrapped(model) as ddp:
         for _ in range(3):
             ddp(noise(1, 2))
     assert [name for name, buffer in model.named_buffers() if buffer is not before[name]] == []
@@ -225,16 +185,6 @@ def test_forwards_find_the_buffers_that_they_find_under_torchs_class(is_attached
             step(torchs, torchs.no_sync)
     assert ours.seen == theirs.seen
     require_same_gradients(ours, theirs)
-
-
-@in_ranks(2, 3)
-def test_buffers_are_averaged_before_the_first_micro_batch_of_a_step() -> None:
-    model, rank, mean = Codebook(), dist.get_rank(), (dist.get_world_size() - 1) / 2
-    with wrapped(model, buffers="mean") as ddp:
-        for _ in range(2):
-            micro_batches(ddp, ddp.no_sync)
-    step = [0.0, 1.0 + rank, 3.0 + 2 * rank]
-    assert model.seen == [*step, *(6.0 + 3 * mean + it for it in step)]
 
 
 @in_ranks(2, 3, timeout_s=20.0)
@@ -334,14 +284,36 @@ def test_a_buffer_that_cannot_be_sent_may_be_ignored_or_not_be_shared(kind: str)
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("kind", ["expanded", "sparse"])  # a jagged one has another shape, and is left alone
-def test_a_buffer_that_becomes_one_that_cannot_be_sent_is_refused_in_a_forward(kind: str) -> None:
-    make, words = NOT_SENT[kind]
-    model = with_odd_buffer(torch.zeros(make().shape))
+def test_buffers_are_read_again_when_parameters_change() -> None:
+    model, rank = cached(), dist.get_rank()
     with wrapped(model) as ddp:
         ddp(torch.ones(1, 2)).sum().backward()
-        model.linear.odd = make()
-        assert text_of(ConfigError, lambda: ddp(torch.ones(1, 2))) == REFUSED.format(words)
+        model.linear.scale = nn.Parameter(torch.ones(2))
+        model.linear.register_buffer("new", torch.full((2,), 1.0 + rank))
+        for _ in range(2):
+            ddp(torch.ones(1, 2)).sum().backward()
+    assert [found["linear.new"] for found in model.seen[1:]] == [[1.0 + rank] * 2, [1.0] * 2]
+
+
+@in_ranks(2)
+def test_a_buffer_that_is_replaced_by_one_of_another_layout_is_left_alone() -> None:
+    model, rank = with_odd_buffer(torch.zeros(3, 3)), dist.get_rank()
+    with wrapped(model) as ddp:
+        ddp(torch.ones(1, 2)).sum().backward()
+        own = model.linear.odd = (torch.eye(3) * rank).to_sparse()
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert model.linear.odd is own
+    assert torch.equal(own.to_dense(), torch.eye(3) * rank)
+
+
+@in_ranks(2)
+def test_a_buffer_that_is_replaced_by_an_expanded_one_follows_rank_0() -> None:
+    model = with_odd_buffer(torch.zeros(2, 3))
+    with wrapped(model) as ddp:
+        ddp(torch.ones(1, 2)).sum().backward()
+        model.linear.odd = (torch.arange(3.0) + dist.get_rank()).expand(2, 3)
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert model.linear.odd.tolist() == [[0.0, 1.0, 2.0]] * 2
 
 
 @in_ranks(2)

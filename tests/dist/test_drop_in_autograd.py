@@ -1,15 +1,20 @@
 """Graphs beyond what programs have: losses, outputs, hooks, gradients of gradients, other dtypes, and compiled models."""
 
+import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.func import functional_call
 
 from support.alike import backward_alike, heard, of_all_ranks, require_equal_values, train
@@ -403,3 +408,27 @@ def test_compiled_autograd_is_refused() -> None:
                 "  torch._dynamo.config.compiled_autograd, or torch._dynamo.compiled_autograd\n"
                 "  Turn it off; torch.compile of the model or of the whole step works without it."
             )
+
+
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
+def test_a_training_forward_in_a_context_of_rpc_is_refused(wrap: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+    """Training outside of it goes on, and evaluation within."""
+    rank, model = dist.get_rank(), mlp()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store", num_worker_threads=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of how it uses its groups
+        rpc.init_rpc(f"rank{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)
+    with contextlib.closing(wrap(model)) as sync:
+        ddp, bare = sync if wrap is DistributedDataParallel else model, copy.deepcopy(model)
+        with dist_autograd.context():
+            assert text_of(PhaseError, lambda: ddp(noise(4, 6))) == (
+                "gradients of torch.distributed.rpc are not averaged: a context of distributed autograd keeps them instead of "
+                "`.grad`.\n"
+                f"  a training forward in dist_autograd.context(), rank {rank}\n"
+                "  Run the forward outside of the context, or use torch's DistributedDataParallel."
+            )
+            with torch.no_grad():
+                assert torch.equal(ddp(noise(4, 6)), bare(noise(4, 6)))
+        backward_alike(ddp, bare, MLP.loss)
+    rpc.shutdown()

@@ -8,7 +8,6 @@ import os
 import pickle
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
@@ -83,54 +83,84 @@ def test_the_newest_wrapper_closes_the_older_one(wrap: Callable[[nn.Module], Any
     require_closed("a training forward", lambda: earlier(batch()))
 
 
-DROPPED = (
-    "SGD steps on gradients that are not averaged any more: nothing refers to the wrapper of their module, so it is gone.\n"
-    "  Linear\n"
-    "  Keep the wrapper, and call it: model = DistributedDataParallel(model). To train without it, close() it first."
-)
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
 
 
-def steps_after(drop: Callable[[nn.Linear], object], *, num_steps: int = 2) -> list[str]:
-    """The warnings of steps of a module that `drop` gets, and whose results it returns the caller keeps."""
-    module = linear()
+def in_a_cycle(module: nn.Module) -> None:
+    cycle: list[object] = [DistributedDataParallel(module)]
+    cycle.append(cycle)
+
+
+def in_a_thread(module: nn.Module) -> None:
+    kept = [DistributedDataParallel(module)]
+    thread = threading.Thread(target=kept.clear)
+    thread.start()
+    thread.join()
+
+
+def before_its_backward(module: nn.Module) -> None:
+    DistributedDataParallel(module)(batch()).sum().backward()
+
+
+def after_a_step(module: nn.Module) -> None:
+    model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.125)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        kept = drop(module) or module
+    model(batch()).sum().backward()
+    optimizer.step()
+
+
+def within_a_backward(module: nn.Module) -> None:
+    """After its first bucket has left."""
+    kept = [DistributedDataParallel(module, config=SyncConfig(bucket_cap_mb=1e-6))]
+    hidden = module[0].register_forward_hook(lambda *results: results[-1].register_hook(lambda _: kept.clear()) and None)
+    loss = kept[0](batch()).sum()
+    hidden.remove()
+    assert "the process group of this model has been destroyed" in text_of(PhaseError, loss.backward)
+
+
+DROPS: dict[str, Callable[[Any], object]] = {
+    "at once": lambda module: DistributedDataParallel(module) and None,
+    "before its backward": before_its_backward,
+    "within its backward": within_a_backward,
+    "after a step": after_a_step,
+    "in a cycle": in_a_cycle,
+    "in another thread": in_a_thread,
+}
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("is_collected", [True, False], ids=["collected", "wrapped again at once"])
+@pytest.mark.parametrize("name", DROPS)
+def test_a_wrapper_that_is_dropped_is_closed_and_its_module_can_be_wrapped_again(name: str, is_collected: bool) -> None:
+    gc.collect()
+    module, num_groups, num_hooks = two_layers(), len(dist.distributed_c10d._world.pg_map), len(_global_optimizer_pre_hooks)
+    DROPS[name](module)
+    if is_collected:
         gc.collect()
-        for _ in range(num_steps):
-            optimizer.zero_grad()
-            kept(batch()).sum().backward()
-            optimizer.step()
-    if isinstance(kept, DistributedDataParallel):
-        kept.close()
-    return [str(warning.message) for warning in seen]
+        assert (len(dist.distributed_c10d._world.pg_map), len(_global_optimizer_pre_hooks)) == (num_groups, num_hooks)
+        assert [param for param in module.parameters() if param._post_accumulate_grad_hooks] == []
+        bare = copy.deepcopy(module)
+        backward_alike(module, bare, lambda model, _: model(batch()).sum(), mean=lambda _: None)  # each rank trains alone
+    module.zero_grad()
+    with wrapped_and_bare(module) as (ddp, bare):
+        backward_alike(ddp, bare, lambda model, _: model(batch()).sum(), steps=[0])
+        gc.collect()
+        backward_alike(ddp, bare, lambda model, _: model(batch()).sum(), steps=[1])
 
 
-@pytest.mark.deep
-@in_ranks(2)
-def test_steps_after_a_wrapper_that_nobody_keeps_say_so_once() -> None:
-    def trained_and_dropped(module: nn.Linear) -> None:
-        DistributedDataParallel(module)(batch()).sum().backward()
-
-    def wrapped_twice(module: nn.Linear) -> DistributedDataParallel:
-        first = DistributedDataParallel(module)
-        second = DistributedDataParallel(module)
-        del first
-        return second
-
-    def dropped_then_wrapped(module: nn.Linear) -> DistributedDataParallel:
-        DistributedDataParallel(module)
-        return DistributedDataParallel(module)
-
-    def dropped_at_once(module: nn.Linear) -> None:
-        DistributedDataParallel(module)
-
-    assert steps_after(dropped_at_once) == [DROPPED]
-    assert steps_after(trained_and_dropped) == [DROPPED]
-    assert steps_after(lambda module: DistributedDataParallel(module).close()) == []
-    assert steps_after(wrapped_twice) == []
-    assert steps_after(dropped_then_wrapped) == []
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_reduction_on_its_way_arrives_when_the_wrapper_is_dropped() -> None:
+    module = linear()
+    model = DistributedDataParallel(module)
+    with model.no_sync():
+        model(batch()).sum().backward()
+    reduction = model.reduce_gradients_async()
+    del model
+    gc.collect()
+    reduction.wait()
+    assert torch.equal(module.weight.grad, torch.full((3, 4), 3.0))
 
 
 @in_ranks(2)

@@ -670,7 +670,7 @@ ARGUMENTS = {
     "  Use torch.autocast around the forward; SyncConfig(wire=...) sends gradients in 16 bits.",
     "buffer hook": "_register_buffer_comm_hook is private in torch, and not supported.\n"
     "  DistributedDataParallel(...)\n"
-    '  Set SyncConfig(buffers="mean") or "off", or change buffers in a hook of the module.',
+    '  Set SyncConfig(buffers="off"), and change buffers in a hook of the module.',
     "other ranks": "_update_process_group is private in torch, and not supported.\n"
     "  DistributedDataParallel(...)\n"
     "  Wrap the module again, with the other group: the newest wrapper closes the older one.",

@@ -110,6 +110,7 @@ SHOWN_BY = {
         "test_two_features_work_together_or_their_refusal_is_in_the_table",
         "test_a_step_within_synchronized_and_a_new_parameter_are_refused",
     ],
+    "in a context of `torch.distributed.rpc`": ["test_a_training_forward_in_a_context_of_rpc_is_refused"],
     "`mean_over_ranks()` inside": [
         "test_a_plain_step_with_a_closure_cannot_be_skipped",
         "test_it_is_refused_inside_a_backward_and_inside_join",

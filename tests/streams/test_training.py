@@ -429,7 +429,7 @@ def test_micro_batches_from_several_streams_are_added(strategy: str) -> None:
 @in_ranks(2)
 def test_replicas_buffers_and_states_are_compared_and_sent() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    with placed(model, strategy="zero1", check_replicas_every=2, buffers="mean") as it:
+    with placed(model, strategy="zero1", check_replicas_every=2) as it:
         for step in range(LEARNS + 2):
             it.optimizer.zero_grad()
             loss(it.model, on_device(noise(4, WIDTH, step=step))).backward()

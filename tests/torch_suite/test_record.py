@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -37,10 +38,23 @@ def test_whatever_does_not_pass_has_its_reason() -> None:
     ) == ({"pass", "fail", record.LEFT_OUT}, [])
 
 
-def test_the_readme_gives_the_recorded_numbers() -> None:
-    results = [each.result for each in record.read().values()]
-    num_passed, num_run = results.count("pass"), len(results) - results.count(record.LEFT_OUT)
-    assert re.search(rf"\b{num_passed} of the {num_run}\b", (ROOT / "README.md").read_text(encoding="utf-8"))
+def test_the_readme_and_the_page_on_torchs_class_give_the_recorded_numbers() -> None:
+    recorded, readme = record.read(), (ROOT / "README.md").read_text(encoding="utf-8")
+    num_of = Counter(each.result for each in recorded.values())
+    num_run = num_of["pass"] + num_of["fail"]
+    assert f" {num_of['pass']} of the {num_run} tests" in readme
+    page = (ROOT / "docs/migration/torch-ddp.md").read_text(encoding="utf-8")
+    text, *rows = page.split("## Torch's own tests\n")[1].split("\n## ")[0].split("\n|")
+    assert re.findall(r"(\d+) (?:tests|of them)|these (\d+)|: (\d+) pass", text) == [
+        (str(len(recorded)), "", ""),
+        (str(num_run), "", ""),
+        ("", str(num_run), ""),
+        ("", "", str(num_of["pass"])),
+    ]
+    of_reasons = Counter((each.result, each.why) for each in recorded.values())
+    assert sorted(int(row.split("|")[1]) for row in rows[2:]) == sorted(of_reasons.values())
+    failing = {name for name, each in recorded.items() if each.result == "fail"}
+    assert set(re.findall(r"`(test_\w+)`", "".join(rows))) == failing
 
 
 @pytest.mark.slow

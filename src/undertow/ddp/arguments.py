@@ -18,8 +18,8 @@ _ONE_BYTE_MIB = 1 / 1024**2
 _PRIVATE = {
     "mixed_precision": "Use torch.autocast around the forward; SyncConfig(wire=...) sends "
     "gradients in 16 bits.",
-    "_register_buffer_comm_hook": 'Set SyncConfig(buffers="mean") or "off", or change buffers in '
-    "a hook of the module.",
+    "_register_buffer_comm_hook": 'Set SyncConfig(buffers="off"), and change buffers in a hook of '
+    "the module.",
     "_update_process_group": "Wrap the module again, with the other group: the newest wrapper "
     "closes the older one.",
 }

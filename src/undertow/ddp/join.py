@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from undertow.config import refused
-from undertow.ddp import rpc
 from undertow.sync.gradient_sync import GradientSync
 
 
@@ -76,12 +75,10 @@ class ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
-        source, synchronizes, is_in_context = _exchange(self.sync)
+        source, synchronizes = _exchange(self.sync)
         if source is not None:
             self.sync._synchronize_buffers(source=source)
-        if synchronizes and is_in_context:
-            rpc.start_mean(self.sync._engine, {})()
-        elif synchronizes:
+        if synchronizes:
             self.sync._shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -91,7 +88,7 @@ class ShadowHook(JoinHook):
         """
         self.sync._group.borrowers.discard("join")
         self.sync._engine.progress.join_ends()
-        source, *_ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
+        source, _ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
         self.sync._share(("parameters", "buffers"), source=source or 0)
 
     def rescale(self, num_active: int) -> None:
@@ -113,30 +110,24 @@ class ShadowHook(JoinHook):
                 work.wait()
                 num_active = int(work.get_future().value()[0].item())
         self.rescale(num_active)
-        return _exchange(
+        source, _ = _exchange(
             sync,
             source=sync.rank if with_buffers else None,
             synchronizes=sync._engine.synchronizes,
-            is_in_context=bool(sync._forward_hooks),
-        )[0]
+        )
+        return source
 
 
 def _exchange(
-    sync: GradientSync,
-    *,
-    source: int | None = None,
-    synchronizes: bool = False,
-    is_in_context: bool = False,
-) -> tuple[int | None, bool, bool]:
+    sync: GradientSync, *, source: int | None = None, synchronizes: bool = False
+) -> tuple[int | None, bool]:
     """Exchanges the next action of active ranks.
 
-    Returns the highest rank that offers its tensors, True if any rank's backward will synchronize,
-    and True if its gradients are in a context of distributed autograd.
+    Returns the highest rank that offers its tensors, and True if any rank's backward will
+    synchronize.
     """
-    said = torch.tensor(
-        [-1 if source is None else source, synchronizes, is_in_context], device=sync._group.device
-    )
+    said = torch.tensor([-1 if source is None else source, synchronizes], device=sync._group.device)
     what = "all ranks, to learn which of them still train"
     sync._group.all_reduce(said, what, dist.ReduceOp.MAX).wait()
-    highest, any_synchronizes, any_is_in_context = said.tolist()
-    return None if highest < 0 else highest, bool(any_synchronizes), bool(any_is_in_context)
+    highest, any_synchronizes = said.tolist()
+    return None if highest < 0 else highest, bool(any_synchronizes)

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import SyncConfig, replaced
-from undertow.ddp import arguments, rpc
+from undertow.ddp import arguments
 from undertow.ddp.attach import checked, synchronized
 from undertow.ddp.join import ShadowHook, UnevenInputs
 from undertow.errors import require
@@ -386,8 +386,6 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         is_as_made = self._modules.get("module") is sync._module and len(self._modules) == 1
         if not is_as_made or self._parameters or self._buffers:
             self._require_averaged()
-        if sync._forward_hooks or private.is_rpc_running():
-            rpc.forward_begins(sync)
         follows = self._are_buffers_due
         source = 0 if follows else None
         if self._shadow is not None and self._join_config.enable and sync._is_training_forward:

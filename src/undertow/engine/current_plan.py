@@ -130,7 +130,7 @@ class CurrentPlan:
             self.group.open()
             compiled = self.compiled
             self.require_alike(compiled.plan, compiled.params, compiled.reducer)
-            self.members.ranks_agree()
+            self.members.read_again()
 
     def owns_any(self, params: set[int]) -> bool:
         """Returns True if one of these parameters, by id, is the module's, trained or not."""
@@ -239,6 +239,7 @@ class CurrentPlan:
         self._put_in_force(change, before=self.compiled)
         self.hooks.arrived_before |= self.hooks.indices(arrived)
         self.change, self._left = None, frozenset()
+        self.members.read_again()
         self._apply_factor()
 
     def _apply_factor(self) -> None:

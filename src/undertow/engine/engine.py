@@ -68,6 +68,11 @@ class Engine:
         return self._round is not None
 
     @property
+    def is_ending(self) -> bool:
+        """True if a round is under way whose backward has ended, or that was launched by hand."""
+        return self._round is not None and self._round.has_ended
+
+    @property
     def has_arrived(self) -> bool:
         """True if every bucket that has left in the round under way is reduced."""
         return self._round is None or self.current_plan.compiled.is_completed()
@@ -744,6 +749,13 @@ class SiblingEngines:
         for engine in self._present():
             with contextlib.suppress(UndertowError):
                 engine.finish_round()
+
+    def wait_for_reductions(self) -> None:
+        """Waits for reductions of all engines that were launched by hand; drops errors."""
+        for engine in self._present():
+            with contextlib.suppress(RuntimeError):
+                if engine.current_plan.group.is_alive and engine.is_ending:
+                    engine.finish_round()
 
     def wait_for_parameters(self) -> None:
         """Waits for the parameters of all engines; drops errors."""

@@ -219,8 +219,8 @@ class ModuleParams:
             new=new,
         )
 
-    def ranks_agree(self) -> None:
-        """Records that all ranks have the same buffers and frozen parameters as this one now."""
+    def read_again(self) -> None:
+        """Reads the tables of buffers, and the frozen parameters: all ranks have the same now."""
         self.common_frozen = self.frozen()
         places: list[Place] = []
         for prefix, part in tables.named_modules(self._present_module):

@@ -220,7 +220,7 @@ class OuterSync:
         given_turns(self._outer, self._tensors())
         engine.current_plan.open_group()  # the ranks of the replica
         if engine.current_plan.group.num_ranks == 1:
-            members.ranks_agree()  # else the engine has compared them
+            members.read_again()  # else the engine has compared them
         *rows, column = group.user.axes()
         own = [
             OwnGroup(axis, device=group.device, limits=self._config, within=group)
@@ -411,7 +411,7 @@ class OuterSync:
         if self._config.buffers == "off":
             return found
         for item in self._engine.current_plan.members.common_buffers.buffers:
-            table, key, name = item.places[0]
+            table, key, name = item.place
             if item.tensor.is_floating_point() or item.tensor.is_complex():
                 found[name] = table, key
         return found

@@ -1,9 +1,9 @@
-"""Facts that all ranks have alike: they compare them, and share the values of one rank, or means.
+"""Facts that all ranks have alike: they compare them, and share the values of one rank.
 
 require_agreement                     settings, parameters and buffers: raises where ranks differ
 gather_json, gather_bytes             a full message of each rank
 CommonBuffers, synchronize_buffers    buffers, before a forward
-broadcast_in_place, send_in_place     parameters
+broadcast_in_place                    parameters
 """
 
 import contextlib
@@ -12,13 +12,13 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from undertow.errors import PlanMismatch, require
+from undertow.errors import ConfigError, PlanMismatch
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.torch_private import private
 from undertow.version import __version__
@@ -34,7 +34,7 @@ _COMPARISON = "the comparison of all ranks' parameters"
 _CHUNK_BYTES = 25 * 1024 * 1024
 
 # A place where a buffer is registered: the table of a module, the name in it, and the name in the
-# model. A shared buffer has several.
+# model.
 Place = tuple[MutableMapping[str, Tensor | None], str, str]
 
 _NOT_SENT: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
@@ -143,22 +143,16 @@ def _first_difference(first: dict[str, Any], second: dict[str, Any], rank: int) 
 
 
 @dataclass(slots=True)
-class _Item:
-    """A tensor that is sent once; of a buffer also all its places, so that it stays shared."""
+class _Buffer:
+    """A buffer by the first place where it is registered."""
 
-    tensor: Tensor
-    places: Sequence[Place] = ()
-    overlaps: bool = False  # another buffer has the same memory
-    is_checked: bool = False  # its tensor can be sent
-
-
-_Values = list[tuple[_Item, Tensor]]  # items with their new values
-_Arriving = Iterator[tuple[Handle, _Values]]
+    place: Place
+    tensor: Tensor  # the last one there of the kind that the ranks have compared
+    is_shared: bool  # another place has the same memory
 
 
 class CommonBuffers:
-    """The buffers that every rank has: those that the ranks compared when the model was wrapped, or
-    its parameters changed.
+    """The buffers that every rank has: those in the tables when the ranks compared them.
 
     Only these are sent, whatever has changed in a rank's module since. Otherwise ranks would wait
     for each other forever or confuse two buffers. A buffer that was added later is left alone, and
@@ -167,42 +161,46 @@ class CommonBuffers:
 
     def __init__(self, places: Sequence[Place] = ()) -> None:
         """`places` are of all buffers to synchronize."""
-        found: dict[Tensor, list[Place]] = defaultdict(list)  # tensors are keys by identity
+        present: list[tuple[Place, Tensor]] = []
         for place in places:
-            tensor = place[0].get(place[1])
-            if tensor is not None and not tensor.is_meta:  # which has no values
-                found[tensor].append(place)
-        self.buffers = list(map(_Item, found, found.values()))
-        sent = [item for item in self.buffers if not why_not_sent(item.tensor)]
-        pointers = [item.tensor.untyped_storage().data_ptr() for item in sent]
-        num_buffers = Counter(pointers)
-        for item, pointer in zip(sent, pointers, strict=True):
-            item.overlaps = num_buffers[pointer] > 1
-
-    def now(self) -> list[_Item]:
-        """Returns the current buffers, or an earlier one if the current one has another shape or
-        dtype, or is gone.
-
-        Raises ConfigError for a buffer of a kind that cannot be sent.
-        """
-        for buffer in self.buffers:
-            (table, key, name), earlier = buffer.places[0], buffer.tensor
+            table, key, _ = place
             tensor = table.get(key)
+            if tensor is not None and not tensor.is_meta:  # which has no values
+                present.append((place, tensor))
+        num_with = Counter(_memory_of(tensor) for _, tensor in present)
+        found: dict[Tensor, _Buffer] = {}  # tensors are keys by identity
+        for place, tensor in present:
+            is_shared = num_with[_memory_of(tensor)] > 1
+            found.setdefault(tensor, _Buffer(place, tensor, is_shared))
+        self.buffers = list(found.values())
+        kinds = ((buffer.place[2], why_not_sent(buffer.tensor)) for buffer in self.buffers)
+        self._not_sent = next(((name, kind) for name, kind in kinds if kind), None)
+
+    def now(self) -> list[_Buffer]:
+        """Returns the buffers with their current tensors, or with earlier ones if the current ones
+        have another shape or dtype, or are gone.
+
+        Raises ConfigError if one is of a kind that cannot be sent.
+        """
+        if self._not_sent is not None:
+            name, kind = self._not_sent
+            raise ConfigError(
+                f"buffer {name!r} is {kind}.",
+                where="buffers follow rank 0, and only dense tensors can be sent",
+                remedy="Register a dense tensor, such as a clone() of it, or leave it out: "
+                f"ignore=({name!r},).",
+            )
+        for buffer in self.buffers:
+            table, key, _ = buffer.place
+            tensor, earlier = table.get(key), buffer.tensor
             # The usual case comes first: this is checked for every buffer in every forward.
             if tensor is not earlier and tensor is not None and _kind(tensor) == _kind(earlier):
                 buffer.tensor = tensor
-                buffer.is_checked = False
-            if not buffer.is_checked:
-                kind = why_not_sent(buffer.tensor)
-                require(
-                    not kind,
-                    f"buffer {name!r} is {kind}.",
-                    where="buffers follow rank 0, and only dense tensors can be sent",
-                    remedy="Register a dense tensor, such as a clone() of it, or leave it out: "
-                    f"ignore=({name!r},).",
-                )
-                buffer.is_checked = True
         return self.buffers
+
+
+def _memory_of(buffer: Tensor) -> int | None:
+    return None if why_not_sent(buffer) else buffer.untyped_storage().data_ptr()
 
 
 def why_not_sent(buffer: Tensor) -> str:
@@ -212,28 +210,22 @@ def why_not_sent(buffer: Tensor) -> str:
 
 def _kind(buffer: Tensor) -> tuple[object, ...]:
     # a nested tensor may not have a shape
-    return buffer.dtype, buffer.is_meta, buffer.is_nested or buffer.shape
+    return buffer.dtype, buffer.layout, buffer.is_meta, buffer.is_nested or buffer.shape
 
 
 @torch.no_grad()
-def synchronize_buffers(
-    common: CommonBuffers, group: OwnGroup, *, source: int = 0, averages: bool = False
-) -> None:
-    """Gives every buffer the value that rank `source` of the group has, or `averages`
-    floating-point and complex ones over ranks.
+def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int = 0) -> None:
+    """Gives every buffer the value that rank `source` of the group has.
 
     A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending
-    backward, which would use whatever was written into it. Buffers that share
-    memory with another buffer, or require gradients, are written in place.
+    backward, which would use whatever was written into it. Buffers that share memory with another
+    buffer, or require gradients, are written in place.
     """
-    of_source: list[_Item] = []
-    averaged: list[_Item] = []
-    for buffer in common.now():
-        has_mean = averages and (buffer.tensor.is_floating_point() or buffer.tensor.is_complex())
-        (averaged if has_mean else of_source).append(buffer)
-    for handle, values in chain(_means(averaged, group), _sent(of_source, group, source)):
+    buffers = common.now()
+    for handle, values in _sent([buffer.tensor for buffer in buffers], group, source):
         handle.wait()
-        _replace(values, is_host=group.hardware.is_host)
+        arrived = [(buffers[index], value) for index, value in values]
+        _replace(arrived, is_host=group.hardware.is_host)
 
 
 @torch.no_grad()
@@ -242,92 +234,62 @@ def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: in
 
     Used for parameters, which must stay the same tensors.
     """
-    for handle, values in _sent(list(map(_Item, tensors)), group, source):
+    targets = list(tensors)
+    for handle, values in _sent(targets, group, source):
         handle.wait()
-        _write(values)
+        for index, value in values:
+            _write(targets[index], value)
 
 
-@torch.no_grad()
-def send_in_place(
-    tensors: Iterable[Tensor], group: OwnGroup, *, averages: bool = False
-) -> Callable[[], None]:
-    """Starts to send rank 0's values, or means over ranks.
-
-    The returned function waits and writes them into `tensors`.
-    """
-    on_their_way = list((_means if averages else _sent)(list(map(_Item, tensors)), group))
-
-    @torch.no_grad()
-    def write() -> None:
-        for handle, values in on_their_way:
-            handle.wait()
-            _write(values)
-
-    return write
+def _write(target: Tensor, value: Tensor) -> None:
+    # One by one: a fused copy refuses conjugate views. A tensor that was made in inference mode is
+    # only written there.
+    with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+        target.copy_(value)
 
 
-def _write(arrived: _Values) -> None:
-    for item, value in arrived:
-        # One by one: a fused copy refuses conjugate views. A tensor that was made in inference mode
-        # is only written there.
-        with torch.inference_mode() if item.tensor.is_inference() else contextlib.nullcontext():
-            item.tensor.copy_(
-                value.to_sparse(item.tensor.sparse_dim()) if item.tensor.is_sparse else value
-            )
-
-
-def _replace(arrived: _Values, *, is_host: bool) -> None:
-    replaced: _Values = []
-    for item, value in arrived:
+def _replace(arrived: Iterable[tuple[_Buffer, Tensor]], *, is_host: bool) -> None:
+    replaced: list[tuple[_Buffer, Tensor]] = []
+    for buffer, value in arrived:
         # On the host, an unchanged buffer stays the same tensor, for code that holds a reference.
         # On a device, the comparison would block the host for every buffer of every forward, so all
         # buffers are replaced.
-        value = value.to(item.tensor.dtype)
-        if is_host and torch.equal(item.tensor, value):
+        if is_host and torch.equal(buffer.tensor, value):
             continue
         # it must stay the same tensor, as under torch's class
-        if item.overlaps or item.tensor.requires_grad:
-            _write([(item, value)])
+        if buffer.is_shared or buffer.tensor.requires_grad:
+            _write(buffer.tensor, value)
         else:
-            replaced.append((item, value))
+            replaced.append((buffer, value))
     if not replaced:
         return
     # Separate tensors, not views of the chunk: a small buffer must not keep the whole chunk alive.
-    new = [torch.empty_like(item.tensor) for item, _ in replaced]
+    new = [torch.empty_like(buffer.tensor) for buffer, _ in replaced]
     private.copy_each(new, [value for _, value in replaced])
-    for (item, _), own in zip(replaced, new, strict=True):
-        for table, key, _ in item.places:
-            if table.get(key) is item.tensor:
-                table[key] = own
-        item.tensor = own
+    for (buffer, _), own in zip(replaced, new, strict=True):
+        table, key, _ = buffer.place
+        if table.get(key) is buffer.tensor:
+            table[key] = own
+        buffer.tensor = own
 
 
-def _means(items: Sequence[_Item], group: OwnGroup) -> _Arriving:
-    """Starts to average chunk after chunk; the means are in double precision."""
-    # Buffers are averaged again in every step. In fp64, values that are the same on every rank,
-    # such as tables of constants, come back bit-identical; rounding in their own dtype would change
-    # them. Dividing before the sum also avoids overflow, for example of masks filled with the
-    # lowest number. Buffers are small, so the extra bytes do not matter.
-    for chunk in _chunks(items):
-        flat = torch.cat([item.tensor.to_dense().flatten() for item in chunk])
-        wide = flat.to(torch.promote_types(flat.dtype, torch.float64)).div_(group.num_ranks)
-        handle = group.all_reduce(wide, "the mean of buffers or gradients")
-        parts = torch.split(wide, [item.tensor.numel() for item in chunk])
-        means = [part.view(item.tensor.shape) for item, part in zip(chunk, parts, strict=True)]
-        yield handle, list(zip(chunk, means, strict=True))
+def _sent(
+    tensors: Sequence[Tensor], group: OwnGroup, source: int = 0
+) -> Iterator[tuple[Handle, list[tuple[int, Tensor]]]]:
+    """Starts to send chunk after chunk; yields the values of each, by their indices in `tensors`.
 
-
-def _sent(items: Sequence[_Item], group: OwnGroup, source: int = 0) -> _Arriving:
-    """Starts to send chunk after chunk; rank `source` itself gets no values."""
-    for chunk in _chunks(items):
+    Rank `source` itself gets no values.
+    """
+    for chunk in _chunks(tensors):
         # As bytes, so that every dtype works, including ones that the backend does not support.
-        flat = torch.cat([_bytes(item.tensor) for item in chunk])
+        flat = torch.cat([_bytes(tensors[index]) for index in chunk])
         handle = group.broadcast(flat, "parameters or buffers of another rank", source=source)
-        values: _Values = []
-        parts = torch.split(flat, [item.tensor.nbytes for item in chunk])
-        for item, part in zip(chunk, parts, strict=True):
+        values: list[tuple[int, Tensor]] = []
+        parts = torch.split(flat, [tensors[index].nbytes for index in chunk])
+        for index, part in zip(chunk, parts, strict=True):
             if group.rank != source:
-                values.append((item, part.view(item.tensor.dtype).view(item.tensor.shape)))
+                tensor = tensors[index]
+                values.append((index, part.view(tensor.dtype).view(tensor.shape)))
         yield handle, values
 
 
@@ -335,15 +297,15 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
 
 
-def _chunks(items: Sequence[_Item]) -> list[list[_Item]]:
-    """Splits items into chunks of one device, either complex or real; all ranks split alike.
+def _chunks(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Splits tensors, by their indices, into chunks of one device; all ranks split alike.
 
     Wide dtypes come first in a chunk, so that every tensor begins at a multiple of its width.
     """
-    chunks: dict[object, list[_Item]] = defaultdict(list)
+    chunks: dict[object, list[int]] = defaultdict(list)
     num_bytes = Counter[object]()
-    for item in sorted(items, key=lambda item: -item.tensor.itemsize):
-        kind = item.tensor.device, item.tensor.is_complex()
-        chunks[kind, num_bytes[kind] // _CHUNK_BYTES].append(item)
-        num_bytes[kind] += item.tensor.numel() * item.tensor.itemsize  # also of a sparse one
+    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize):
+        device = tensors[index].device
+        chunks[device, num_bytes[device] // _CHUNK_BYTES].append(index)
+        num_bytes[device] += tensors[index].nbytes
     return list(chunks.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from functools import partial
@@ -41,9 +42,9 @@ from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP
 from undertow.sharded.steps import ShardedSteps, full_gradient
-from undertow.sync.dropped import let_go, warn_of_late_backward
 from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
+from undertow.sync.late_backward import warn_of_late_backward
 from undertow.sync.measurements import explanation_of, measured_profile, sweep
 from undertow.sync.tracing import save_trace, trace_at_end
 from undertow.torch_private import private
@@ -52,6 +53,8 @@ from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 
 T = TypeVar("T")
+# Names of Undertow's threads, and of threads that Python has not started.
+_NOT_THE_USERS = ("undertow-", "Dummy-")
 
 
 class GradientSync:
@@ -97,8 +100,7 @@ class GradientSync:
         self._members = ModuleParams(
             module, ignored, elsewhere=elsewhere, reduce_dtype=config.reduce_dtype
         )
-        # of an attached module; a wrapper's are in ddp/rpc.py
-        self._forward_hooks: list[RemovableHandle] = []
+        self._forward_hooks: list[RemovableHandle] = []  # of an attached module
         self._is_closed = self._is_compiled = False
         self._steps: ShardedSteps | None = None
         group = chosen_group(
@@ -145,10 +147,10 @@ class GradientSync:
         self._attached = attached
         # The garbage collector does not see through a parameter's hooks: without this, a dropped
         # model is never freed.
-        self._let_go = weakref.finalize(
-            self, let_go, engine, attached.close, os.getpid(), weakref.ref(self._module)
+        self._finalizer = weakref.finalize(
+            self, _close_dropped, engine, attached.close, os.getpid()
         )
-        self._let_go.atexit = False
+        self._finalizer.atexit = False  # other ranks may have ended
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -545,18 +547,12 @@ class GradientSync:
             expert._share(kinds)
 
     def _synchronize_buffers(self, *, source: int = 0) -> None:
-        """Copies buffers from rank `source` or averages them, depending on the settings.
-
-        A collective call.
-        """
+        """Copies the buffers of rank `source`; a collective call."""
         if self._group.num_ranks == 1:
             return
         self._engine.current_plan.open_group()
         if self._members.common_buffers.buffers:
-            averages = self._config.buffers == "mean"
-            synchronize_buffers(
-                self._members.common_buffers, self._group, source=source, averages=averages
-            )
+            synchronize_buffers(self._members.common_buffers, self._group, source=source)
 
     def _shadow(self) -> None:
         """Takes part in one synchronization of the other ranks without contributing gradients."""
@@ -619,6 +615,14 @@ class GradientSync:
             return
         if not self._engine.current_plan.is_active:
             return
+        if is_training and private.is_in_rpc_context():
+            raise PhaseError(
+                "gradients of torch.distributed.rpc are not averaged: a context of distributed "
+                "autograd keeps them instead of `.grad`.",
+                where=f"a training forward in dist_autograd.context(), rank {self.rank}",
+                remedy="Run the forward outside of the context, or use torch's "
+                "DistributedDataParallel.",
+            )
         if is_outermost:
             self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
         if self._steps is not None:  # after the mark of the forward, which this wait belongs to
@@ -686,7 +690,7 @@ class GradientSync:
                 self._engine.current_plan.wait_for_parameters()
         finally:
             # The finalizer would wait again for a round that has failed or was interrupted.
-            self._let_go.detach()
+            self._finalizer.detach()
             self._attached.close()
             for hook in self._forward_hooks:
                 hook.remove()
@@ -784,6 +788,23 @@ class GradientSync:
             changed = args, kwargs = after_closure(args, kwargs, average)
         numbers: NonFinite = engine.checks.numbers
         return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
+
+
+def _close_dropped(engine: Engine, close: Callable[[], object], process: int) -> None:
+    """Closes a model that nothing refers to any more; drops errors of waits.
+
+    It waits for gradients and parameters on their way, because other ranks wait for them too. It
+    does not wait in a child process, or if the garbage collector runs in one of Undertow's threads,
+    which may be the one that gathers.
+    """
+    try:
+        thread = threading.current_thread().name
+        if os.getpid() == process and not thread.startswith(_NOT_THE_USERS):
+            if private.graph_task_id() == -1:
+                engine.siblings.wait_for_reductions()
+            engine.siblings.wait_for_parameters()
+    finally:
+        close()
 
 
 def _add_outer(sync: GradientSync, all_ranks: OwnGroup) -> OuterSync:

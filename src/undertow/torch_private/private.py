@@ -72,7 +72,7 @@ is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_i
 
 _autograd: Any = dist.autograd
 # True if torch.distributed.rpc runs in this process; some builds of torch do not have it.
-is_rpc_running: Callable[[], bool] = getattr(
+_is_rpc_running: Callable[[], bool] = getattr(
     dist.rpc, "_is_current_rpc_agent_set", dist.rpc.is_available
 )
 
@@ -302,22 +302,14 @@ def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
     param.grad_dtype = dtype
 
 
-def autograd_context() -> int | None:
-    """Returns the number of this thread's context of distributed autograd, or None.
-
-    It has one only if torch.distributed.rpc runs.
-    """
-    with contextlib.suppress(RuntimeError):  # without a context
-        return int(_autograd._current_context()._context_id())
-    return None
-
-
-def gradients_in(context: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Returns the gradients in a context of distributed autograd, by parameter, or nothing if the
-    context has ended."""
-    with contextlib.suppress(RuntimeError):
-        return dict(_autograd.get_gradients(context))
-    return {}
+def is_in_rpc_context() -> bool:
+    """Returns True in a context of distributed autograd, which keeps gradients instead of
+    `.grad`."""
+    if _is_rpc_running():  # checked first: without a context, torch raises an error, which is slow
+        with contextlib.suppress(RuntimeError):
+            _autograd._current_context()
+            return True
+    return False
 
 
 def accumulating_node(param: torch.Tensor) -> Any:

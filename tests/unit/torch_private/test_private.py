@@ -156,12 +156,8 @@ def test_a_hook_can_be_made_to_run_last() -> None:
 
 def test_rpc_and_the_profiler_are_seen_only_if_they_run() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert (private.is_profiling(), private.is_rpc_running()) == (True, False)
+        assert (private.is_profiling(), private.is_in_rpc_context()) == (True, False)
     assert not private.is_profiling()
-
-
-def test_without_a_context_of_distributed_autograd_there_are_no_gradients_in_it() -> None:
-    assert (private.autograd_context(), private.gradients_in(0)) == (None, {})
 
 
 def test_a_module_is_found_inside_of_a_compiled_one() -> None:
