@@ -557,12 +557,15 @@ def replaced(module: nn.Sequential) -> None:
 
 
 @in_ranks(2)
+@pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(("change", "which"), [(assigned, "'0.weight' and 3 more"), (replaced, "'1.weight' and 1 more")])
-def test_a_sharded_optimizer_that_is_left_behind_raises(change: Callable[[nn.Sequential], object], which: str) -> None:
+def test_a_sharded_optimizer_that_is_left_behind_raises(
+    change: Callable[[nn.Sequential], object], which: str, steps_before: int
+) -> None:
     with contextlib.closing(DistributedDataParallel(net())) as model:
         optimizer = ShardedOptimizer(SGD, model, lr=0.1)
-        step_of(model, optimizer)
-        step_of(model, optimizer)
+        for _ in range(steps_before):
+            step_of(model, optimizer)
         model.wait()
         change(model.module)
         step_of(model)

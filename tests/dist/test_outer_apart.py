@@ -16,7 +16,7 @@ from support.models import noise
 from support.outer import Reference, loss_of, net, replica, require_equal, same_everywhere, step, train
 from support.ranks import in_ranks
 from support.sharded import mesh_of
-from undertow import Desync, NonFiniteGradient, Outer, PlanMismatch
+from undertow import Desync, NonFiniteGradient, Outer, PlanMismatch, ReplicaMismatch
 
 
 @in_ranks(2, is_fresh=True)
@@ -287,4 +287,22 @@ def test_another_fragment_in_the_same_step_is_told() -> None:
     assert text == (
         "rank 1 exchanges another fragment than the other replicas.\n  exchange of fragment 0, after step 4\n"
         "  Load a state of model.outer on every rank or on none."
+    )
+
+
+@in_ranks(2, is_fresh=True)
+def test_frozen_parameters_that_differ_are_named() -> None:
+    """Replicas never exchange them: adapters that each replica merges on its own stay different for ever."""
+    model = net()
+    model.first.requires_grad_(False)
+    with replica(model, Outer(every=1, fragments=1, delay=0), check_replicas_every=1) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        train(ddp, optimizer, range(2))
+        with torch.no_grad():
+            model.first.bias.add_(dist.get_rank())
+        text = text_of(ReplicaMismatch, lambda: train(ddp, optimizer, range(2, 5)))
+    assert text == (
+        "parameter 'first.bias' has other values on rank 1 than on rank 0.\n  frozen parameters, step 4\n"
+        "  Replicas never exchange frozen parameters: write the same values on every rank, as when adapters are merged. "
+        "broadcast_parameters() makes all parameters equal again."
     )

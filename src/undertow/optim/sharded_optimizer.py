@@ -379,7 +379,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                 self.optimizer_class(list(map(dict, self.param_groups)), **self.defaults)
             self._steps.regroup(self)
             self._grouped = [list(group["params"]) for group in self.param_groups]
-        sharding, inner = self._steps.begin(self), self._inner
+        inner = self._inner
+        if inner is None:
+            self._require_replacements()
+        sharding = self._steps.begin(self)
         if inner is not None:
             if sharding is inner.sharding and not has_other_params:
                 return inner

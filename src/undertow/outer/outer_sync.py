@@ -42,6 +42,11 @@ _WRITES = (
     "them equal again."
 )
 
+_WRITES_FROZEN = (
+    "Replicas never exchange frozen parameters: write the same values on every rank, as when "
+    "adapters are merged. broadcast_parameters() makes all parameters equal again."
+)
+
 _of_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OuterSync]] = (
     weakref.WeakKeyDictionary()
 )
@@ -60,6 +65,16 @@ def outer_of(model: nn.Module) -> OuterSync | None:
     weak = _of_modules.get(private.unwrapped(model))
     outer = None if weak is None else weak()
     return None if outer is None or outer.is_closed else outer
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A comparison of fingerprints on its way: one of each global parameter of a fragment, and one
+    of all frozen parameters, which may be others on each rank."""
+
+    names: list[str]
+    frozen: dict[str, Tensor]  # this rank's fingerprints
+    received: Handle
 
 
 class OuterSync:
@@ -86,7 +101,7 @@ class OuterSync:
         self._copied: Mapping[str, Any] | None = None  # a state to begin with
         self._has_state = False  # was loaded, and no step has followed
         self._aside: _Aside | None = None
-        self._compared: deque[tuple[list[str], Handle]] = deque()
+        self._compared: deque[_Compared] = deque()
         self._steps = steps = StepCounter(
             module,
             engine,
@@ -362,28 +377,53 @@ class OuterSync:
         self.num_synchronizations += 1
         every = self._config.check_replicas_every
         if every is not None and self.num_synchronizations % every == 0:
-            values = part.named(part.values)
-            mine = fingerprints(list(values.values()), device=self.all_ranks.device)
+            values, device = part.named(part.values), self.all_ranks.device
+            frozen = self._frozen()
+            of_frozen = fingerprints(list(frozen.values()), device=device)
+            of_all = of_frozen.sum().view(1)
+            mine = torch.cat([fingerprints(list(values.values()), device=device), of_all])
             what = "the comparison of all ranks' global parameters"
-            self._compared.append((list(values), self.all_ranks.all_gather(mine, what)))
+            received = self.all_ranks.all_gather(mine, what)
+            by_name = dict(zip(frozen, of_frozen, strict=True))
+            self._compared.append(_Compared(list(values), by_name, received))
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """Returns the parameters that are in no fragment, by name."""
+        known = {key for part in self._fragments for key in part.ids}
+        named_params = self._engine.current_plan.members.named_params()
+        return {name: param for name, param in named_params if id(param) not in known}
 
     def _require_alike(self) -> None:
-        """Raises ReplicaMismatch on every rank if global parameters differ."""
+        """Raises ReplicaMismatch on every rank if global parameters differ, or frozen ones."""
         while self._compared:
-            names, received = self._compared.popleft()
-            of_ranks = received.result().tolist()
+            compared = self._compared.popleft()
+            names = compared.names
+            of_ranks = compared.received.result().tolist()
             differing = [
                 place
                 for place, values in enumerate(zip(*of_ranks, strict=True))
                 if len(set(values)) > 1
             ]
             if differing:
+                first = differing[0]
+                is_frozen = first == len(names)
+                kind = "frozen" if is_frozen else "global"
                 raise mismatch(
-                    names[differing[0]],
-                    {rank: values[differing[0]] for rank, values in enumerate(of_ranks)},
-                    where=f"global parameters, step {self._steps.num_steps}",
-                    remedy=_WRITES,
+                    self._first_frozen(compared.frozen) if is_frozen else names[first],
+                    {rank: values[first] for rank, values in enumerate(of_ranks)},
+                    where=f"{kind} parameters, step {self._steps.num_steps}",
+                    remedy=_WRITES_FROZEN if is_frozen else _WRITES,
                 )
+
+    def _first_frozen(self, frozen: Mapping[str, Tensor]) -> str:
+        """Returns the first frozen parameter that differs; every rank calls this."""
+        mine = {f"{int(value)} {name}" for name, value in frozen.items()}
+        of_ranks = [
+            set(text.splitlines()) for text in self.all_ranks.watch.ask("\n".join(mine)).values()
+        ]
+        differing = mine.union(*of_ranks) - mine.intersection(*of_ranks)
+        names = {line.partition(" ")[2] for line in differing}
+        return min(names or frozen, default="?")
 
     def _require_known(self) -> None:
         """Raises PhaseError if the module has a trained parameter that is in no fragment."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -330,6 +330,17 @@ class GradientPlaceholder(Tensor):
         """
         return self
 
+    # Without these, torch would speak of subclasses, or of what cannot be pickled.
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise _refused("numpy()", (self,))
+
+    def tolist(self) -> NoReturn:
+        raise _refused("tolist()", (self,))
+
+    def __reduce_ex__(self, proto: object) -> NoReturn:
+        raise _refused("torch.save or pickle", (self,))
+
     @classmethod
     @private.left_alone
     def __torch_dispatch__(  # type: ignore[override]  # the signature that torch documents
@@ -354,6 +365,7 @@ class GradientPlaceholder(Tensor):
                 return first
             if (
                 op in _ADDING
+                and private.graph_task_id() != -1  # by autograd, not by a program between steps
                 and isinstance(args[1], Tensor)
                 and not isinstance(args[1], GradientPlaceholder)
                 and not kwargs

@@ -1,5 +1,6 @@
 """Parameters in the memory of their bucket, and placeholders of gradients."""
 
+import io
 import re
 from collections.abc import Callable
 
@@ -72,6 +73,10 @@ def test_it_looks_like_the_gradient() -> None:
         pytest.param(lambda layer: layer.weight.grad.norm(), id="norm"),
         pytest.param(lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 1.0), id="clipping"),
         pytest.param(lambda layer: layer.weight.grad[0, 0].item(), id="item"),
+        pytest.param(lambda layer: layer.weight.grad.tolist(), id="tolist"),
+        pytest.param(lambda layer: layer.weight.grad.numpy(), id="numpy"),
+        pytest.param(lambda layer: torch.save(layer.weight.grad, io.BytesIO()), id="save"),
+        pytest.param(lambda layer: layer.weight.grad.add_(torch.ones(2, 3)), id="noise"),
         pytest.param(lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1).step(), id="optimizer"),
         pytest.param(lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(), id="fused optimizer"),
     ],
