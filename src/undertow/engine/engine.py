@@ -434,7 +434,9 @@ class Engine:
                 name, param = hooks.named_params[min(found.taken)]
                 taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
             try:
-                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
+                agreed_errors.require_sound(
+                    ended, current_plan.group, current_plan.members.names, taken=taken
+                )
                 if found.readings:
                     current_plan.require_changed_alike(ended)
             except UndertowError:

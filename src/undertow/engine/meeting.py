@@ -61,7 +61,7 @@ class Meeting:
         with gradients_aside(self._compiled.params):
             self._round.wait()
         self._compiled.recorder.forgets_buckets()
-        require_sound(self._round, self._group)
+        require_sound(self._round, self._group, plans.members.names)
         plans.require_changed_alike(self._round)
         change = plans.change
         assert change is not None

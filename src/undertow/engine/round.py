@@ -13,7 +13,7 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, ClassVar, TypeAlias, TypeVar, Union
+from typing import ClassVar, TypeAlias, TypeVar, Union
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from undertow.buckets.trailer import Facts, Reading, Snapshot
 from undertow.device import Accelerator
 from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.measuring import Present
+from undertow.engine.step_settings import Settings
 from undertow.errors import ReplicaMismatch, UndertowError
 from undertow.plan import Bucket, Plan, signature_of
 from undertow.ranks.dither import Rotation
@@ -40,8 +41,6 @@ from undertow.schedule import (
 from undertow.torch_private import private
 from undertow.wire import WIRES
 
-# For each group of an optimizer that has stepped: its name, and its settings by name.
-Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 # A part of a round between two waits for other ranks; returns the next part.
 Stage: TypeAlias = Callable[[], Union["Stage", None]]
 T = TypeVar("T")

@@ -30,7 +30,8 @@ from undertow.engine.checks import Arguments, NonFinite, after_closure
 from undertow.engine.engine import Engine, SiblingEngines
 from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
 from undertow.engine.params import ModuleParams
-from undertow.engine.progress import Forward, Gradients, params_of, settings_of
+from undertow.engine.progress import Forward, Gradients, params_of
+from undertow.engine.step_settings import settings_of
 from undertow.engine.tuning import why_fixed
 from undertow.errors import PhaseError, WrongType, all_of, require
 from undertow.outer.outer_sync import OuterSync
@@ -775,7 +776,7 @@ class GradientSync:
         if not steps:
             return None
         current_plan = engine.current_plan
-        settings = settings_of(optimizer, current_plan.members.names, current_plan.hooks.ids)
+        settings = settings_of(optimizer, current_plan.hooks.ids)
         engine.progress.optimizer_steps(
             params,
             settings,
