@@ -11,16 +11,10 @@ from undertow.errors import (
     PeerFailed,
     PhaseError,
     PlanMismatch,
-    ReplicaMismatch,
     require,
 )
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
-
-LOADS = (
-    "Load the same values on every rank, or call broadcast_parameters() on every rank after "
-    "a load on rank 0."
-)
 
 
 def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> PhaseError:
@@ -86,29 +80,6 @@ def require_sound(
         )
     if "settings" in ended.found.unlike and not ended.has_failed:
         raise settings_differ(group.watch.ask(text_of(ended.terms.settings, names)), where=where)
-    if ended.found.mismatch is not None and not ended.has_failed:
-        raise ended.found.mismatch
-
-
-def loaded_apart(ended: Round, group: OwnGroup) -> ReplicaMismatch:
-    """Returns the error of ranks that `load_state_dict` has given different parameters."""
-    loaded = ended.terms.loaded
-    mine = (
-        (f"it has changed parameters, fingerprint {loaded:06x}")
-        if loaded
-        else "it has changed no parameter"
-    )
-    listed = sorted(group.watch.ask(mine).items())
-    return ReplicaMismatch(
-        "load_state_dict has changed parameters on some ranks only, or to different values.",
-        where="\n  ".join(
-            (
-                f"synchronization {ended.terms.number}, rank {group.name}",
-                *(f"rank {other}: {text}" for other, text in listed),
-            )
-        ),
-        remedy=LOADS,
-    )
 
 
 def not_waited_for(number: int) -> PhaseError:

@@ -299,7 +299,7 @@ class Engine:
         # the first gradient.
         is_overtaken = current_plan.hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
-        conclude = self._conclude if is_synchronized else self._conclude_accumulation
+        conclude = self._judge if is_synchronized else self._conclude_accumulation
         begun = Round(
             kind=kind,
             is_last=not self.is_accumulating,
@@ -321,10 +321,9 @@ class Engine:
         current_plan, progress, checks = self.current_plan, self.progress, self.checks
         hooks, steps = current_plan.hooks, progress.steps
         is_telling = begun.kind is RoundKind.REDUCE
-        loaded = checks.loads.digest() if is_telling and checks.loads.before else 0
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
-            loaded != 0
+            checks.loads.are_known
             or checks.must_be_read(progress.num_rounds)
             or (hooks.tuning is not None and hooks.tuning.is_about_to_communicate)
         )
@@ -332,8 +331,8 @@ class Engine:
             number=progress.num_rounds,
             mode=None if begun.kind is RoundKind.SHADOW else steps.mode,
             settings=steps.settings,
-            loaded=loaded,
-            digests={"settings": steps.digest, "loaded": loaded} if is_telling else {},
+            is_loaded=checks.loads.are_known,
+            digests={"settings": steps.digest} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
             keeps_own=progress.steps_in_shards and begun.op is None,
@@ -385,23 +384,6 @@ class Engine:
         self._start(ending)
         return ending.send()
 
-    def _conclude(self, ended: Round) -> Stage | None:
-        """Ends a synchronization that has bound its gradients.
-
-        Compares parameters before, if `load_state_dict` has changed them on some ranks only, or to
-        different values.
-        """
-        if not ended.found.readings or "loaded" not in ended.found.unlike:
-            self._judge(ended)
-            return None
-        difference = self.checks.compare_loaded(ended)
-
-        def conclude() -> None:
-            ended.found.mismatch = difference()
-            self._judge(ended)
-
-        return conclude
-
     def _conclude_accumulation(self, _ended: Round) -> None:
         hooks = self.current_plan.hooks
         self._close_round()
@@ -450,7 +432,7 @@ class Engine:
             hooks.tuning.round_ends(
                 ended.compiled.present, num_forwards=self.progress.num_forwards_before
             )
-        if self.checks.every is not None or self.checks.loads.before:
+        if self.checks.every is not None or found.readings:
             self.checks.round_was_sound(ended)
 
     def _forget_window(self) -> None:

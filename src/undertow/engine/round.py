@@ -26,7 +26,7 @@ from undertow.device import Accelerator
 from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.measuring import Present
 from undertow.engine.step_settings import Settings
-from undertow.errors import ReplicaMismatch, UndertowError
+from undertow.errors import UndertowError
 from undertow.plan import Bucket, Plan, signature_of
 from undertow.ranks.dither import Rotation
 from undertow.ranks.transport import OwnGroup
@@ -289,7 +289,7 @@ class Terms:
     # must be the same on every rank; None on a rank that accepts the mode of the others
     mode: int | None = None
     settings: Settings = ()  # of optimizers that have stepped since the last synchronization
-    loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
+    is_loaded: bool = False  # all ranks are to compare parameters, because of a load
     # facts that must be the same on every rank
     digests: Mapping[str, int | None] = field(default_factory=dict)
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
@@ -311,7 +311,6 @@ class Findings:
     # bucket -> positions, on any rank
     nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()  # of each rank
-    mismatch: ReplicaMismatch | None = None  # if load_state_dict has made replicas differ
 
     @property
     def late_buckets(self) -> list[int]:
@@ -513,6 +512,7 @@ class Round:
                 "failed": here if self.has_failed else (),
                 "taken": here if self.found.taken else (),
                 "changed": here if self.kind is RoundKind.RETIRE else (),
+                "loaded": here if self.terms.is_loaded else (),
                 "late": [each.spec.index for each in compiled.buckets if each.catch_late()]
                 if has_late
                 else (),

@@ -7,7 +7,7 @@ import pytest
 
 from support.errors import text_of
 from undertow.buckets.trailer import Reading
-from undertow.engine.agreed_errors import changed_unlike, loaded_apart, require_sound
+from undertow.engine.agreed_errors import changed_unlike, require_sound
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import Desync, PeerFailed, PlanMismatch
 
@@ -114,13 +114,3 @@ def test_where_all_ranks_stand_is_said_by_rank() -> None:
         "  rank 0: synchronization 4",
         "  rank 1: synchronization 5, after an optimizer step",
     ]
-
-
-@pytest.mark.parametrize(("loaded", "what"), [(0xABC, "parameters, fingerprint 000abc"), (0, "no parameter")])
-def test_each_rank_says_what_it_has_loaded(loaded: int, what: str) -> None:
-    result = Round(kind=RoundKind.REDUCE, terms=Terms(number=5, loaded=loaded))
-    assert str(loaded_apart(result, of_ranks(2, "it has changed no parameter"))) == (
-        "load_state_dict has changed parameters on some ranks only, or to different values.\n  synchronization 5, rank 1\n"
-        f"  rank 0: it has changed no parameter\n  rank 1: it has changed {what}\n"
-        "  Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
-    )
