@@ -84,14 +84,8 @@ class Engine:
     @property
     def synchronizes(self) -> bool:
         """True if a backward that runs now communicates, as one that only accumulates does if it
-        adds up shards.
-
-        After a change of the plan, shards exist only once the optimizer has stepped.
-        """
-        current_plan = self.current_plan
-        adds_up_shards = (
-            current_plan.change is None and current_plan.compiled.strategy.reduces_micro_batches
-        )
+        adds up shards."""
+        adds_up_shards = self.current_plan.compiled.strategy.reduces_micro_batches
         return not self.is_accumulating or adds_up_shards
 
     @property
@@ -335,7 +329,6 @@ class Engine:
             digests={"settings": steps.digest} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
-            keeps_own=progress.steps_in_shards and begun.op is None,
         )
         begun.start(current_plan.compiled, hooks, terms)
 

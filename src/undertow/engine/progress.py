@@ -156,7 +156,6 @@ class Progress:
         # by id, parameters that have stepped inside `accumulate()` on what has accumulated
         self.stepped_alone: set[int] = set()
         self.has_told_of_average = False  # before a step, outside of backward
-        self.steps_in_shards = False  # a sharded optimizer steps, or is going to
         self.are_buffers_due = True  # before the next training forward, unless it continues a step
         self.unused = Unused()
         self.steps = Steps()

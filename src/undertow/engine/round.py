@@ -227,13 +227,6 @@ class CompiledPlan:
         not zeroed."""
         return any(bucket.has_result() for bucket in self.buckets)
 
-    def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
-        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still
-        their result."""
-        return {
-            param: own for bucket in self.buckets for param, own in bucket.own_gradients().items()
-        }
-
     def release_messages(self) -> None:
         """Frees the memory that exchanges keep for later messages."""
         for exchanges in (self.reducer.exchanges, *self.layout.exchanges):
@@ -294,8 +287,6 @@ class Terms:
     digests: Mapping[str, int | None] = field(default_factory=dict)
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
-    # buckets keep this rank's gradients, because shards are to be reduced from them
-    keeps_own: bool = False
 
 
 @dataclass(slots=True)
@@ -477,7 +468,6 @@ class Round:
 
     def _launch(self, bucket: LiveBucket) -> None:
         bucket.launch(
-            keeps_own=self.terms.keeps_own,
             is_discarded=self.has_failed or self.kind is RoundKind.RETIRE,
             turn=self.compiled.turns.now,
         )

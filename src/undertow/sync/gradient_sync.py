@@ -508,13 +508,19 @@ class GradientSync:
         all_of(*(part._engine.current_plan.wait_for_parameters for part in self._parts))
 
     def _shard(self, stepper: Optimizer, settings: dict[str, Any], *, whole: bool) -> ShardedSteps:
-        """Hands the parameters to `stepper`: from its first step on, only it updates them, and each
-        rank updates one shard.
+        """Hands the parameters to `stepper`: only it updates them, and each rank updates one shard.
 
-        A collective call. Raises ConfigError if the settings do not support shards or an earlier
-        stepper is still in use, and PlanMismatch on every rank if ranks give different `settings`.
+        A collective call, which lays the parameters out. Raises ConfigError if the settings do not
+        support shards or an earlier stepper is still in use, and PlanMismatch on every rank if
+        ranks give different `settings`.
         """
         self._require_open("ShardedOptimizer")
+        require_outside_of_backward(
+            "ShardedOptimizer()",
+            where=f"rank {self.rank}",
+            remedy="Make the optimizer before or after it.",
+        )
+        self._wait()
         if self._steps is None:
             self._engine.current_plan.open_group()
             self._steps = ShardedSteps(

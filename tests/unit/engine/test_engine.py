@@ -1259,8 +1259,8 @@ def test_traces_are_those_of_the_present_plan(strategy: str, change: Callable[[T
                 change(training)
             training.step()
             num_traces.append(len(training.sync.traces()))
-        # A step is complete when the next one begins. Rank 0's order, or the layout of shards, is a new plan, as the change is.
-        first = [1, 1, 2, 3] if strategy == "ddp" else [0, 1, 1, 2]
+        # A step is complete when the next one begins. Rank 0's order is a new plan, as the change is.
+        first = [1, 1, 2, 3]
         assert num_traces == first + (first if change is add else [0, 1, 1, 2])  # ranks meet about new ones before the forward
 
     assert errors_of(2, train, strategy=strategy) == ["", ""]
