@@ -82,8 +82,7 @@ def test_gradients_of_sixteen_bits_add_up_in_fp32(strategy: str) -> None:
                 for number in numbers[:-1]:
                     narrow_loss(ddp, number).backward()
             narrow_loss(ddp, numbers[-1]).backward()
-            is_each_reduced = strategy == "zero2" and step > 0  # from the optimizer's first step on
-            expected = mean_of_micro_batches(reference, numbers, is_each_reduced=is_each_reduced)
+            expected = mean_of_micro_batches(reference, numbers, is_each_reduced=strategy == "zero2")
             actual = full_gradients(ddp)
             assert {grad.dtype for grad in actual.values()} == {torch.float32}
             require_equal(expected, actual, what=f"step {step}")
@@ -239,12 +238,11 @@ def steep(wire: str | None) -> tuple[nn.Module, Tensor]:
 def test_sums_that_cross_a_mesh_in_fp16_are_divided_before(reduction: str, shape: tuple[int, int], wire: str | None) -> None:
     model, x = steep(wire)
     with hybrid(model, "SGD", shape=shape, reduction=reduction, wire=wire) as (ddp, opt):
-        for step in range(3):
+        for _ in range(3):
             opt.zero_grad()
             ddp(x).sum().backward()
             grad = ddp.full_gradient(ddp.module.weight)
-            # The first step is one of whole gradients, of which gloo adds up those of 16 bits before it divides.
-            assert step == 0 or torch.equal(grad.float(), torch.full((1, 8), 4e4))  # a multiple of 32: fp16 has it
+            assert torch.equal(grad.float(), torch.full((1, 8), 4e4))  # a multiple of 32: fp16 has it
             opt.step()
 
 

@@ -31,6 +31,7 @@ from support.inside import (
     slow_gathers,
 )
 from support.models import Case, noise
+from support.naive import wrapped
 from support.ranks import in_ranks
 from support.sharded import (
     MLP,
@@ -49,7 +50,7 @@ from support.sharded import (
     stepped,
     training,
 )
-from undertow import ConfigError, DistributedDataParallel, PhaseError, RankLost
+from undertow import ConfigError, DistributedDataParallel, PhaseError, RankLost, ShardedOptimizer
 from undertow.schedule import OpKind
 
 
@@ -250,9 +251,12 @@ def test_a_child_process_cannot_read_what_only_its_parent_receives() -> None:
 def test_two_parameters_over_one_memory_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight.data = model[0].weight.data
-    with training(model, "zero1", "SGD") as (ddp, opt):
+    with wrapped(model) as ddp:
+        text = text_of(ConfigError, lambda: ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1))
+        assert text.startswith("parameters '0.weight' and '1.weight' lie in the same memory")
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)  # the model is as it was
         ddp(noise(3, 4)).sum().backward()
-        assert text_of(ConfigError, opt.step).startswith("parameters '0.weight' and '1.weight' lie in the same memory")
+        optimizer.step()
 
 
 # Another process evaluates a model in shared memory.

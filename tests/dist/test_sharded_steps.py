@@ -62,10 +62,6 @@ BARRIER = [{"strategy": "zero1"}, {"strategy": "zero2"}]
 def test_a_gradient_is_a_placeholder_that_refuses_use(strategy: str) -> None:
     with training(MLP.model(), strategy) as (ddp, opt):
         MLP.loss(ddp, 0).backward()
-        assert all(type(param.grad) is torch.Tensor for param in ddp.parameters())  # until the first step
-        opt.step()
-        opt.zero_grad()
-        MLP.loss(ddp, 1).backward()
         for name, param in ddp.module.named_parameters():
             assert repr(param.grad).startswith(f"GradientPlaceholder('{name}'")
             assert f"the gradient of '{name}' is sharded" in text_of(ShardedGradientError, param.grad.sum)

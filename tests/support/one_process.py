@@ -41,6 +41,7 @@ from undertow.buckets import comm_hook, reducer
 from undertow.buckets.trailer import Reading
 from undertow.device import device_of
 from undertow.engine import current_plan
+from undertow.engine.round import Round
 from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import accumulation_dtype
@@ -540,15 +541,15 @@ def decides(
 
 
 def fails_to_start(sync: GradientSync) -> None:
-    """The next round fails before it has a plan, as one that runs out of memory there; something was loaded."""
-    loads = sync._engine.checks.loads
-    digest = loads.digest
+    """The next round fails before it has a plan, as one that runs out of memory there."""
+    engine = sync._engine
+    start = engine._start
 
-    def fail_once() -> int:
-        loads.digest = digest  # type: ignore[method-assign]
+    def fail_once(_begun: Round) -> None:
+        engine._start = start  # type: ignore[method-assign]
         raise ZeroDivisionError
 
-    loads.digest = fail_once  # type: ignore[method-assign]
+    engine._start = fail_once  # type: ignore[method-assign]
 
 
 def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:

@@ -80,7 +80,7 @@ class Reference:
     def __init__(self, model: nn.Module, program: Program, group: dist.ProcessGroup | None) -> None:
         self.model, self.program, self.group = model, program, group
         self.num_ranks = dist.get_world_size(group)
-        self.has_shards = False  # shards come with the first step, and go with a change of parameters
+        self.has_shards = False  # not before the optimizer is made, nor until a change of parameters is in force
         self.new: set[Tensor] = set()  # parameters with a gradient since the last synchronization
         self.used: set[Tensor] = set()  # in this step
         self.is_use_open = False  # shards may count a gradient that was zeroed in place before its reduction, or may not
@@ -228,6 +228,8 @@ class Run:
         self.optimizers: list[Any] = [torch.optim.SGD(model.parameters(), **how) for model in (self.module, self.bare)]
         if self.program.strategy != "ddp":
             self.optimizers[0] = ShardedOptimizer(torch.optim.SGD, self.handle, **how)
+            self.reference.has_shards = sharding_of(self.sync) is not None
+            self._close_gaps()
 
     def happen(self, event: str) -> None:
         verb, _, words = event.partition(" ")
@@ -353,6 +355,8 @@ class Run:
         if not joins and not ours.requires_grad and (self.sends_micro_batches or not self.sync.is_accumulating):
             self.handle.finish()
         self.reference.has_shards = sharding_of(self.sync) is not None
+        if self.reference.has_shards:
+            self._close_gaps()
         self.reference.backward(wanted, retain_graph="retain" in words or has_graph, create_graph=has_graph)
 
     def differentiate(self, loss: Tensor, *words: str, **how: Any) -> None:

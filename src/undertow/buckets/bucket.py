@@ -251,11 +251,10 @@ class LiveBucket(ABC):
         """
 
     @abstractmethod
-    def launch(self, *, keeps_own: bool, is_discarded: bool, turn: Turn) -> None:
+    def launch(self, *, is_discarded: bool, turn: Turn) -> None:
         """Sends the packed gradients and the trailer.
 
         Args:
-            keeps_own: A copy of this rank's gradients is kept if the reduction rounds them.
             is_discarded: An earlier result must stay; only shards have memory for both.
             turn: The offsets of this synchronization, for formats that take them.
         """
@@ -340,11 +339,6 @@ class LiveBucket(ABC):
         On a device, the host may wait.
         """
         return any(grad is not None and has_values(grad) for grad in map(_grad_of, self.params))
-
-    def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
-        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still
-        their result."""
-        return {}
 
     def catch_late(self) -> bool:
         """Takes gradients that arrived after the bucket was launched out of `.grad`.
@@ -445,7 +439,6 @@ class DenseBucket(LiveBucket):
         self._make_parcels()
         self._is_hooked = shared.reducer.hook is not None and bool(spec.slots)
         self._reduce_flat = shared.reducer.reducing(getattr(torch, spec.dtype))
-        self._before_rounding: Tensor | None = None  # a copy, by the last reduction
         # The previous `.grad` of positions that are unused on this rank; of those that lie in the
         # bucket copies, because the reduction overwrites them.
         self._kept: dict[int, Tensor | None] = {}
@@ -544,14 +537,12 @@ class DenseBucket(LiveBucket):
         for view in absent:
             view.zero_()
 
-    def launch(self, *, keeps_own: bool, is_discarded: bool, turn: Turn) -> None:
+    def launch(self, *, is_discarded: bool, turn: Turn) -> None:
         reducer, flat = self.shared.reducer, self.memory.flat
         for gap in self.memory.gaps:
             gap.zero_()
         if reducer.finite is not None:
             self._mark_nonfinite(self.values())
-        is_kept = keeps_own and reducer.rounds(self.spec, self.shared.plan)
-        self._before_rounding = flat.clone() if is_kept else None
         self.marks.launched = self.shared.recorder.mark()
         if self._is_hooked:
             self.handles = self._reduce_with_trailer(self.values())
@@ -592,15 +583,6 @@ class DenseBucket(LiveBucket):
         # A mean of zeros is a result. For gradients that are as they were bound, nothing is read.
         return any(map(self._is_bound, range(len(self.params)))) or super().has_result()
 
-    def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
-        if self._before_rounding is None:
-            return {}
-        own = zip(self.spec.params, self.memory.views_of(self._before_rounding), strict=True)
-        return {
-            param: (gradient, self._is_bound(position))
-            for position, (param, gradient) in enumerate(own)
-        }
-
     def _is_bound(self, position: int) -> bool:
         """Returns True if that `.grad` is as `bind` has left it."""
         view = self.memory.views[position]
@@ -616,8 +598,6 @@ class DenseBucket(LiveBucket):
         self._keep(self._late.values())
         for position, grad in self._late.items():
             views[position].add_(grad)  # which may be sparse
-        if self._before_rounding is not None:
-            self._before_rounding[: values.numel()] += values
         return (values,)
 
     @torch.no_grad()
@@ -649,7 +629,7 @@ class SparseBucket(LiveBucket):
             param.grad = None
         return unused
 
-    def launch(self, *, keeps_own: bool, is_discarded: bool, turn: Turn) -> None:
+    def launch(self, *, is_discarded: bool, turn: Turn) -> None:
         self._mark_nonfinite(self._values)
         self.marks.launched = self.shared.recorder.mark()
         self.handles = self._reduce_with_trailer(self._values)

@@ -14,9 +14,9 @@ from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.finite import FiniteCheck
 from undertow.buckets.lost import LostValues
 from undertow.config import SyncConfig, refused
-from undertow.plan import Bucket, Plan
+from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts
-from undertow.ranks.exchanges import Collectives, accumulation_dtype, exchanges_over
+from undertow.ranks.exchanges import Collectives, exchanges_over
 from undertow.ranks.parcels import Encoded
 from undertow.ranks.transport import Handle, OwnGroup
 from undertow.wire import WIRES
@@ -93,11 +93,3 @@ class Reducer:
     def _divided(self, tensor: Tensor) -> Handle:
         tensor.div_(self.group.num_ranks)
         return self.group.all_reduce_async(tensor)
-
-    def rounds(self, spec: Bucket, plan: Plan) -> bool:
-        """Returns True if the mean of a bucket comes back rounded, and a shard of it does not.
-
-        With a format in some bucket it is True for all, because the buckets of shards may mix them.
-        """
-        dtype = getattr(torch, spec.dtype)
-        return accumulation_dtype(dtype) != dtype or any(plan.wires)

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from undertow.checkpoint import contents, files
 from undertow.config import refused
 from undertow.ddp.wrapper import DistributedDataParallel
-from undertow.engine.agreed_errors import require_same_settings, text_of
 from undertow.engine.hooks import earlier_watchers
-from undertow.engine.progress import settings_of
-from undertow.engine.round import Settings
+from undertow.engine.step_settings import require_same_settings, settings_of, text_of
 from undertow.errors import CheckpointError, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import OuterSync, outer_of
@@ -72,9 +70,9 @@ def save_checkpoint(
     names_of = {
         id(param): name for name, param in tables.named_parameters(private.unwrapped(model))
     }
-    of_each = [settings_of(each, names_of, set(names_of)) for each in optimizers]
-    settings: Settings = tuple(chain.from_iterable(of_each))
-    require_same_settings(ranks.from_all(text_of(settings)), where="save_checkpoint")
+    of_each = [settings_of(each, names_of) for each in optimizers]
+    settings = tuple(chain.from_iterable(of_each))
+    require_same_settings(ranks.from_all(text_of(settings, names_of)), where="save_checkpoint")
     is_sharded = any(isinstance(each, ShardedOptimizer) for each in optimizers)
     outer = outer_of(model)
     num_files = ranks.size if is_sharded else int(bool(optimizers))

@@ -1,29 +1,20 @@
 """The errors of a round: the same on every rank if its trailers report them."""
 
 import warnings
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import chain
-from operator import itemgetter
+from collections.abc import Iterable, Mapping
 
-from undertow.engine.round import Round, Settings
+from undertow.engine.round import Round
+from undertow.engine.step_settings import settings_differ, text_of
 from undertow.errors import (
     ConfigError,
     Desync,
     PeerFailed,
     PhaseError,
     PlanMismatch,
-    ReplicaMismatch,
     require,
 )
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
-
-LOADS = (
-    "Load the same values on every rank, or call broadcast_parameters() on every rank after "
-    "a load on rank 0."
-)
 
 
 def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> PhaseError:
@@ -49,10 +40,13 @@ def _place(ended: Round) -> str:
     return f"synchronization {ended.terms.number}{stepped[ended.terms.mode]}{op}"
 
 
-def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
+def require_sound(
+    ended: Round, group: OwnGroup, names: Mapping[int, str], *, taken: str = ""
+) -> None:
     """Raises, on every rank, the error that some rank has reported.
 
-    `taken` describes a gradient that is gone on this rank.
+    `names` has the names of parameters, by id. `taken` describes a gradient that is gone on this
+    rank.
     """
     number = ended.terms.number
     where = f"synchronization {number}, rank {group.name}"
@@ -85,96 +79,7 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
             "the log of that rank.",
         )
     if "settings" in ended.found.unlike and not ended.has_failed:
-        raise settings_differ(group.watch.ask(text_of(ended.terms.settings)), where=where)
-    if ended.found.mismatch is not None and not ended.has_failed:
-        raise ended.found.mismatch
-
-
-def text_of(settings: Settings) -> str:
-    """Returns a line for each setting, whatever the order of the optimizers' steps.
-
-    Numbers that differ in their last digits are equal: libraries of two machines may.
-    """
-    ordered = sorted(settings, key=itemgetter(0))
-    return "\n".join(
-        f"{name} of {group}: {_shown(value)}" for group, values in ordered for name, value in values
-    )
-
-
-@lru_cache(maxsize=16)
-def digest_of(settings: Settings) -> int:
-    """Returns a digest of their text, which is the same in all processes."""
-    return zlib.crc32(text_of(settings).encode())
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
-    """Returns the error of ranks that step with different settings, given the `text_of` of each
-    rank."""
-    of_ranks = {
-        rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
-        for rank, text in texts.items()
-    }
-    for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
-        values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
-            difference = _other_groups(of_ranks, name) or f"{name} is {listed}"
-            where += f"\n  first difference: {difference}"
-            break
-    return PlanMismatch(
-        "ranks step with different settings of an optimizer.",
-        where=where,
-        remedy="Give every rank the same settings. A scheduler must follow a number that all "
-        "ranks have, such as the mean of their losses.",
-    )
-
-
-def _other_groups(of_ranks: Mapping[int, Mapping[str, str]], name: str) -> str:
-    """Returns which ranks step another group than that of the setting `name`, such as one of
-    another class, or "" if all ranks step it."""
-    groups = {
-        rank: {each.partition(" of ")[2] for each in of_rank} for rank, of_rank in of_ranks.items()
-    }
-    group = name.partition(" of ")[2]
-    without = sorted(rank for rank, found in groups.items() if group not in found)
-    if not without or not group.startswith("group "):
-        return ""
-    others = groups[without[0]].difference(*(groups[rank] for rank in groups.keys() - without))
-    instead = f", but {min(others)}" if others else ""
-    return f"rank {', '.join(map(str, without))} does not step {group}{instead}"
-
-
-def require_same_settings(texts: Sequence[str], *, where: str) -> None:
-    """Raises PlanMismatch if the `text_of` the settings of each rank is not the same."""
-    if len(set(texts)) > 1:
-        raise settings_differ(dict(enumerate(texts)), where=where)
-
-
-def loaded_apart(ended: Round, group: OwnGroup) -> ReplicaMismatch:
-    """Returns the error of ranks that `load_state_dict` has given different parameters."""
-    loaded = ended.terms.loaded
-    mine = (
-        (f"it has changed parameters, fingerprint {loaded:06x}")
-        if loaded
-        else "it has changed no parameter"
-    )
-    listed = sorted(group.watch.ask(mine).items())
-    return ReplicaMismatch(
-        "load_state_dict has changed parameters on some ranks only, or to different values.",
-        where="\n  ".join(
-            (
-                f"synchronization {ended.terms.number}, rank {group.name}",
-                *(f"rank {other}: {text}" for other, text in listed),
-            )
-        ),
-        remedy=LOADS,
-    )
+        raise settings_differ(group.watch.ask(text_of(ended.terms.settings, names)), where=where)
 
 
 def not_waited_for(number: int) -> PhaseError:

@@ -4,7 +4,6 @@ every rank."""
 from __future__ import annotations
 
 import copy
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +17,22 @@ from torch.optim.optimizer import Optimizer
 from undertow.buckets.fingerprints import fingerprints
 from undertow.buckets.finite import not_finite
 from undertow.config import SyncConfig, refused
-from undertow.engine.agreed_errors import LOADS, loaded_apart
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.round import Round, RoundKind
 from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
 from undertow.plan import Plan
 from undertow.ranks import faults
-from undertow.ranks.transport import Handle
+from undertow.ranks.transport import Handle, OwnGroup
 from undertow.torch_private import private
-from undertow.torch_private.tables import named_modules, named_parameters
 
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
 _NOT_BY_ALL = (
     "Ranks with other experts take the step: start from a checkpoint, and look for the "
     "overflow there."
+)
+_LOADS = (
+    "Load the same values on every rank, or call broadcast_parameters() on every rank after "
+    "a load on rank 0."
 )
 _WRITES = (
     "Look for what writes to parameters, or steps, on some ranks only; "
@@ -230,43 +231,39 @@ def mismatch(name: str, values: Mapping[int, int], *, where: str, remedy: str) -
 
 
 class Loads:
-    """The parameters that `load_state_dict` changes between two synchronizations, found by their
-    fingerprints."""
+    """The loads by `load_state_dict` since all ranks have compared their parameters.
 
-    def __init__(self, current_plan: CurrentPlan) -> None:
-        self._current_plan = current_plan
-        self.before: dict[str, int] = {}  # fingerprints before the first load
-        self._seen: set[nn.Module] = set()  # whose parameters are among them
+    Each rank tells all others in its next synchronization. On the host, all read that when it ends,
+    and compare parameters. On a device the others read it later; they tell it too then, and all
+    compare at the end of the first synchronization in which every rank has told it.
+    """
 
-    @private.untraced
-    def begins(self, module: nn.Module) -> None:
-        """Called before a load into this module, and into each of its parts."""
-        if module not in self._seen:
-            self._seen.update(part for _, part in named_modules(module))
-            own = {id(param) for _, param in named_parameters(module)}
-            self.before = self._fingerprints(lambda _, param: id(param) in own) | self.before
+    def __init__(self, group: OwnGroup) -> None:
+        self.are_here = False  # on this rank
+        self.are_known = False  # on any rank, as far as this one has read
+        self._group = group
+        self._settled_in: int | None = None  # the synchronization after which all have compared
 
-    def digest(self) -> int:
-        """Returns a digest of the loaded values; 0 if they are what was there before."""
-        now = self._fingerprints(lambda name, _: name in self.before)
-        changed = sorted(now.items() - self.before.items())
-        return zlib.crc32(repr(changed).encode()) if changed else 0
+    def begins(self, _module: object) -> None:
+        """Called before a load."""
+        self.are_here = self.are_known = True
 
-    def settle(self) -> None:
-        """Called when all ranks have the same parameters."""
-        self._seen.clear()
-        self.before.clear()
+    def are_told_by_all(self, ended: Round) -> bool:
+        """Returns True if the parameters are to be compared now; the same on every rank."""
+        # Reports of the loads that were compared last may be read once more on a device.
+        is_repeated = self._settled_in is not None and ended.terms.number <= self._settled_in + 1
+        if not ended.found.reported("loaded", overdue=not is_repeated):
+            return False
+        self.are_known = True
+        if self._group.hardware.is_host:
+            return True
+        return ended.found.reported("loaded", overdue=False) == sorted(self._group.names)
 
-    @torch.no_grad()
-    def _fingerprints(self, is_wanted: Callable[[str, Tensor], bool]) -> dict[str, int]:
-        self._current_plan.wait_for_parameters()
-        params = {
-            name: param
-            for name, param in self._current_plan.members.named_params()
-            if _has_bits(param) and is_wanted(name, param)
-        }
-        of_params = fingerprints(list(params.values()), device=self._current_plan.group.device)
-        return dict(zip(params, of_params.tolist(), strict=True))
+    def settle(self, number: int | None = None) -> None:
+        """Called when all ranks have the same parameters, or compare them at the end of
+        synchronization `number`."""
+        self.are_here = self.are_known = False
+        self._settled_in = number
 
 
 def _has_bits(param: Tensor) -> bool:
@@ -295,7 +292,7 @@ class Checks:
         # Synchronizations between two comparisons of parameters; None if there is nothing to
         # compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
-        self.loads = Loads(current_plan)
+        self.loads = Loads(group)
         self._current_plan = current_plan
         self.sent: list[_Sent] = []  # comparisons in flight
 
@@ -314,21 +311,9 @@ class Checks:
 
         Starts a comparison of parameters if one is due.
         """
-        self.loads.settle()
-        if self.are_compared(ended.terms.number):
+        if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
             self.sent.append(self._send(ended))
-
-    def compare_loaded(self, ended: Round) -> Callable[[], ReplicaMismatch | None]:
-        """Called if `load_state_dict` has changed parameters on some ranks only, or to different
-        values.
-
-        They may have become equal since, as by a broadcast of the user's. Returns a function that
-        waits for the other ranks and returns the error.
-        """
-        group = self._current_plan.group
-        if not group.hardware.is_host:  # the other ranks read later
-            return partial(loaded_apart, ended, group)
-        return partial(self._difference, *self._send(ended))
+            self.loads.settle(ended.terms.number)
 
     @torch.no_grad()
     def _send(self, ended: Round) -> _Sent:
@@ -337,7 +322,7 @@ class Checks:
         params = {name: param for name, param in present if _has_bits(param)}
         # The parameters of a rank that shadows the others may differ.
         mine = torch.tensor(
-            [ended.kind is not RoundKind.SHADOW, bool(ended.terms.loaded)],
+            [ended.kind is not RoundKind.SHADOW, self.loads.are_here],
             dtype=torch.int64,
             device=group.device,
         )
@@ -371,12 +356,15 @@ class Checks:
             return None
         loaded = [str(rank) for rank, row in zip(ranks, rows, strict=True) if row[1]]
         after = f", load_state_dict on rank {', '.join(loaded)}" if loaded else ""
+        if loaded:  # the error comes again until the parameters are the same
+            self.loads.are_here = bool(rows[self._current_plan.group.rank][1])
+            self.loads.are_known = True
         return mismatch(
             names[differing[0]],
             {rank: values[differing[0]] for rank, values in of_ranks.items()},
             where=f"synchronization {number}{after}; {len(differing)} of {len(names)} parameters "
             "differ",
-            remedy=LOADS if loaded else _WRITES,
+            remedy=_LOADS if loaded else _WRITES,
         )
 
 

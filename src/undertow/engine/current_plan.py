@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,13 @@ class Change:
         return {id(param) for _, param in self.named_params}
 
 
+class Shards(Protocol):
+    """The owner of a layout in shards."""
+
+    def lay_out(self) -> None:
+        """Called when other parameters are in force, whole on every rank: lays them out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Vote:
     """Whether every rank has the memory of the plan in force, on its way."""
@@ -91,6 +98,7 @@ class CurrentPlan:
         self._recorder, self._listeners = recorder, listeners
         self.change: Change | None = None
         self.vote: Vote | None = None  # no bucket leaves before `end_vote`
+        self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
         # parameters of the plan, by id, that the last forward has found frozen or gone
         self._left: frozenset[int] = frozenset()
@@ -241,6 +249,8 @@ class CurrentPlan:
         self.change, self._left = None, frozenset()
         self.members.read_again()
         self._apply_factor()
+        if self.shards is not None:
+            self.shards.lay_out()
 
     def _apply_factor(self) -> None:
         """Called when there are other parameters; new ones may train before the change is in
@@ -291,11 +301,14 @@ class CurrentPlan:
 
     def adopt_plan(self) -> None:
         """Called when a round begins: moves to the plan in rank 0's order, or to the next one that
-        is tried; before the first round opens the group."""
+        is tried; before the first round opens the group.
+
+        Shards take over the order before the optimizer steps.
+        """
         if not self.group.is_open:
             self.open_group()
         tuning = self.hooks.tuning
-        if tuning is None or tuning.is_quiet:
+        if tuning is None or tuning.is_quiet or self.compiled.strategy.gather is not None:
             return
         if (plan := tuning.planned(self.compiled.plan)) is not None:
             self.note_written()
@@ -367,8 +380,7 @@ class CurrentPlan:
         `updates` has for each parameter, by id, the number of the optimizer that updates it, and
         if one rank updates all of it.
 
-        Raises PhaseError if parameters change: later rounds reduce whole gradients until an
-        optimizer steps again.
+        Raises PhaseError if parameters change.
         """
         if self.change is not None:
             raise PhaseError(
@@ -396,6 +408,12 @@ class CurrentPlan:
             num_shards=num_shards,
             has_shards=True,
         )
+
+    @property
+    def has_order(self) -> bool:
+        """True if rank 0's order is on its way, for the next `shard_plan`."""
+        tuning = self.hooks.tuning
+        return tuning is not None and not tuning.is_quiet
 
     def follow_layout(self, plan: Plan, layout: Layout) -> None:
         """Lays out the same parameters as `layout` says."""

@@ -89,14 +89,8 @@ class Engine:
     @property
     def synchronizes(self) -> bool:
         """True if a backward that runs now communicates, as one that only accumulates does if it
-        adds up shards.
-
-        After a change of the plan, shards exist only once the optimizer has stepped.
-        """
-        current_plan = self.current_plan
-        adds_up_shards = (
-            current_plan.change is None and current_plan.compiled.strategy.reduces_micro_batches
-        )
+        adds up shards."""
+        adds_up_shards = self.current_plan.compiled.strategy.reduces_micro_batches
         return not self.is_accumulating or adds_up_shards
 
     @property
@@ -278,7 +272,7 @@ class Engine:
         # the first gradient.
         is_overtaken = current_plan.hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
-        conclude = self._conclude if is_synchronized else self._conclude_accumulation
+        conclude = self._judge if is_synchronized else self._conclude_accumulation
         begun = Round(
             kind=kind,
             is_last=not self.is_accumulating,
@@ -300,10 +294,9 @@ class Engine:
         current_plan, progress, checks = self.current_plan, self.progress, self.checks
         hooks, steps = current_plan.hooks, progress.steps
         is_telling = begun.kind is RoundKind.REDUCE
-        loaded = checks.loads.digest() if is_telling and checks.loads.before else 0
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
-            loaded != 0
+            checks.loads.are_known
             or checks.must_be_read(progress.num_rounds)
             or (hooks.tuning is not None and hooks.tuning.is_about_to_communicate)
         )
@@ -311,11 +304,10 @@ class Engine:
             number=progress.num_rounds,
             mode=None if begun.kind is RoundKind.SHADOW else steps.mode,
             settings=steps.settings,
-            loaded=loaded,
-            digests={"settings": steps.digest, "loaded": loaded} if is_telling else {},
+            is_loaded=checks.loads.are_known,
+            digests={"settings": steps.digest} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
-            keeps_own=progress.steps_in_shards and begun.op is None,
         )
         begun.start(current_plan.compiled, hooks, terms)
 
@@ -367,23 +359,6 @@ class Engine:
         self._start(ending)
         return ending.send()
 
-    def _conclude(self, ended: Round) -> Stage | None:
-        """Ends a synchronization that has bound its gradients.
-
-        Compares parameters before, if `load_state_dict` has changed them on some ranks only, or to
-        different values.
-        """
-        if not ended.found.readings or "loaded" not in ended.found.unlike:
-            self._judge(ended)
-            return None
-        difference = self.checks.compare_loaded(ended)
-
-        def conclude() -> None:
-            ended.found.mismatch = difference()
-            self._judge(ended)
-
-        return conclude
-
     def _conclude_accumulation(self, _ended: Round) -> None:
         hooks = self.current_plan.hooks
         self._close_round()
@@ -416,7 +391,9 @@ class Engine:
                 name, param = hooks.named_params[min(found.taken)]
                 taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
             try:
-                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
+                agreed_errors.require_sound(
+                    ended, current_plan.group, current_plan.members.names, taken=taken
+                )
                 if found.readings:
                     require_changed_alike(current_plan, ended)
             except UndertowError:
@@ -430,7 +407,7 @@ class Engine:
             hooks.tuning.round_ends(
                 ended.compiled.present, num_forwards=self.progress.num_forwards_before
             )
-        if self.checks.every is not None or self.checks.loads.before:
+        if self.checks.every is not None or found.readings:
             self.checks.round_was_sound(ended)
 
     def _forget_window(self) -> None:

@@ -18,8 +18,7 @@ from undertow.trace import StepRecord
 from undertow.tune import Measured, array_of_records, measurement_from_array
 
 NUM_STEPS_MEASURED = 5
-# The first step allocates memory, and a sharded optimizer lays shards out after it. The second
-# takes the order of arrival.
+# The first step allocates memory. The second has the plan in the order of arrival.
 NUM_STEPS_BEFORE = 2
 _EXCHANGES_AT = NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 1  # the last measured step is complete then
 

@@ -1,6 +1,6 @@
 """The state of an engine that outlives a round."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import IntEnum, auto
 from itertools import chain
 from operator import itemgetter
@@ -9,14 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from undertow.device import device_of
-from undertow.engine import agreed_errors
-from undertow.engine.round import Settings
-
-# Settings that choose an implementation: ranks may differ in them.
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-_PLAIN = {bool, int, float, str, type(None)}
-_ALONE = ("the model", (("stepping inside accumulate()", True),))
+from undertow.engine.step_settings import ALONE, Settings, digest_of
 
 
 class Forward(IntEnum):
@@ -109,7 +102,7 @@ class Steps:
 
         None, which accepts the others', on a rank that has not.
         """
-        return agreed_errors.digest_of(self.settings) if self.settings else None
+        return digest_of(self.settings) if self.settings else None
 
     def are_due_for(self, params: Collection[int]) -> bool:
         """Returns True if these parameters, by id, have not stepped on the last round's result
@@ -122,8 +115,8 @@ class Steps:
         It `is_alone` inside `accumulate()`: ranks that step so and ranks that average first would
         not be in the same step. Returns all that have stepped since the last round.
         """
-        if is_alone and _ALONE not in self.settings:
-            self.settings += (_ALONE,)
+        if is_alone and self.settings[:1] != ALONE:
+            self.settings = ALONE + self.settings
         # Otherwise this is an optimizer inside one that has told its settings, or a further step.
         if not self._params or self._params.isdisjoint(params):
             self.settings += settings
@@ -163,7 +156,6 @@ class Progress:
         # by id, parameters that have stepped inside `accumulate()` on what has accumulated
         self.stepped_alone: set[int] = set()
         self.has_told_of_average = False  # before a step, outside of backward
-        self.steps_in_shards = False  # a sharded optimizer steps, or is going to
         self.are_buffers_due = True  # before the next training forward, unless it continues a step
         self.unused = Unused()
         self.steps = Steps()
@@ -236,46 +228,3 @@ class Progress:
 
 def params_of(optimizer: Optimizer) -> Iterator[Any]:
     return chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
-
-
-def settings_of(
-    optimizer: Optimizer, names: Mapping[int, str], trained: frozenset[int] | set[int]
-) -> Settings:
-    """Returns the settings of each group with `trained` parameters, by id; ranks that step alike
-    have the same.
-
-    A group is named by its number and by the first of its parameters in alphabetical order: another
-    optimizer may have a group of the same number, and the ranks may step the two in another order.
-
-    Left out are tensors on devices, for which the host would wait, and settings that only choose an
-    implementation.
-    """
-    kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
-    settings: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
-    for group in optimizer.param_groups:
-        here = trained.intersection(map(id, group["params"]))
-        if not here:
-            continue
-        first = min(map(names.__getitem__, here))
-        of_group = []
-        for name in getattr(optimizer, "defaults", ()):
-            value = group.get(name)
-            if type(value) not in _PLAIN:
-                value = _plain(value)
-            if value is not None and name not in _IMPLEMENTATION:
-                of_group.append((name, value))
-        settings.append((f"group {len(settings)} of {kind} with {first!r}", tuple(of_group)))
-    return tuple(settings)
-
-
-def _plain(value: object) -> object:
-    """Returns a number of numpy's or on the host, or a sequence of plain values, as Python has it.
-
-    None for anything else.
-    """
-    if isinstance(value, Tensor):
-        is_there = value.dim() == 0 and device_of(value.device).is_host
-        return value.item() if is_there else None
-    if isinstance(value, tuple | list):
-        return tuple(value) if _PLAIN.issuperset(map(type, value)) else None
-    return float(value) if isinstance(value, float) else None

@@ -42,7 +42,7 @@ def rebuild(plans: CurrentPlan, told: Round) -> None:
     with gradients_aside(plans.compiled.params):
         told.wait()
     plans.compiled.recorder.forgets_buckets()
-    require_sound(told, plans.group)
+    require_sound(told, plans.group, plans.members.names)
     require_changed_alike(plans, told)
     change, new = plans.change, plans.new_params()
     assert change is not None  # else nobody tells of it

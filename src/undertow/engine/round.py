@@ -13,7 +13,7 @@ from enum import Enum, auto
 from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, TypeAlias, Union
+from typing import TypeAlias, Union
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from undertow.buckets.trailer import Facts, Reading, Snapshot
 from undertow.device import Accelerator
 from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.measuring import Present
-from undertow.errors import ReplicaMismatch, UndertowError
+from undertow.engine.step_settings import Settings
+from undertow.errors import UndertowError
 from undertow.plan import Bucket, Plan, signature_of
 from undertow.ranks.dither import Rotation
 from undertow.ranks.transport import OwnGroup
@@ -33,8 +34,6 @@ from undertow.schedule import Op, OpKind, Strategy, lower_data_parallel
 from undertow.torch_private import private
 from undertow.wire import WIRES
 
-# For each group of an optimizer that has stepped: its name, and its settings by name.
-Settings = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
 # A part of a round between two waits for other ranks; returns the next part.
 Stage: TypeAlias = Callable[[], Union["Stage", None]]
 
@@ -203,13 +202,6 @@ class CompiledPlan:
         not zeroed."""
         return any(bucket.has_result() for bucket in self.buckets)
 
-    def own_gradients(self) -> dict[int, tuple[Tensor, bool]]:
-        """Returns this rank's gradients that were kept, by parameter, and whether `.grad` is still
-        their result."""
-        return {
-            param: own for bucket in self.buckets for param, own in bucket.own_gradients().items()
-        }
-
     def release_messages(self) -> None:
         """Frees the memory that exchanges keep for later messages."""
         for exchanges in (self.reducer.exchanges, *self.layout.exchanges):
@@ -245,13 +237,11 @@ class Terms:
     # must be the same on every rank; None on a rank that accepts the mode of the others
     mode: int | None = None
     settings: Settings = ()  # of optimizers that have stepped since the last synchronization
-    loaded: int = 0  # digest of parameters that `load_state_dict` has changed here; 0 without any
+    is_loaded: bool = False  # all ranks are to compare parameters, because of a load
     # facts that must be the same on every rank
     digests: Mapping[str, int | None] = field(default_factory=dict)
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
-    # buckets keep this rank's gradients, because shards are to be reduced from them
-    keeps_own: bool = False
 
 
 @dataclass(slots=True)
@@ -267,7 +257,6 @@ class Findings:
     # bucket -> positions, on any rank
     nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()  # of each rank
-    mismatch: ReplicaMismatch | None = None  # if load_state_dict has made replicas differ
 
     @property
     def late_buckets(self) -> list[int]:
@@ -466,7 +455,6 @@ class Round:
 
     def _launch(self, bucket: LiveBucket) -> None:
         bucket.launch(
-            keeps_own=self.terms.keeps_own,
             is_discarded=self.has_failed or self.kind is RoundKind.RETIRE,
             turn=self.compiled.turns.now,
         )
@@ -498,6 +486,7 @@ class Round:
                 "failed": here if self.has_failed else (),
                 "taken": here if self.found.taken else (),
                 "changed": here if self.kind is RoundKind.RETIRE else (),
+                "loaded": here if self.terms.is_loaded else (),
                 "late": [each.spec.index for each in compiled.buckets if each.catch_late()]
                 if has_late
                 else (),

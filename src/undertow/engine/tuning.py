@@ -137,9 +137,8 @@ class Tuning:
         self.trying.candidate_fails(rank)
 
     def lays_out(self) -> None:
-        """Called when a sharded optimizer lays parameters out: another order or plan would come too
-        late, because its state would have to move."""
-        self._end_order()
+        """Called when a sharded optimizer lays parameters out: another plan would come too late,
+        because its state would have to move. Rank 0's order comes before the first step."""
         if self.measuring is not None:
             self.measuring.lays_out()
         if self.trying is not None:

@@ -14,10 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, listed, require
 from undertow.optim.clipping import clip_members
-from undertow.optim.inner_optimizer import InnerOptimizer, fingerprints_of, hyper_parameters
+from undertow.optim.inner_optimizer import InnerOptimizer, hyper_parameters
 from undertow.optim.state import (
-    MASTER,
-    MASTER_OF,
     NEED_WHOLE,
     OF_EXACT,
     ParamState,
@@ -45,10 +43,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         model = undertow.DistributedDataParallel(module)
         optimizer = undertow.ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
 
-    On a mesh, n is the number of ranks of a row. Construction is a collective call. A model may
-    have several, each over its own `params`; together they have every trained parameter. From the
-    first step on, gradients are reduced to shards. Updated parameters are gathered during the next
-    forward; any other read of a parameter waits for it.
+    On a mesh, n is the number of ranks of a row. Construction is a collective call outside of
+    backward: it lays the parameters out in the memory of the buckets. From then on, gradients are
+    reduced to shards. A model may have several, each over its own `params`; together they have
+    every trained parameter, and the last one lays out. Updated parameters are gathered during the
+    next forward; any other read of a parameter waits for it.
     16-bit parameters are updated in fp32.
 
     A model with experts needs one optimizer for each group of ranks: one for the model with its
@@ -125,8 +124,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         # Parameters that have stepped, or whose state was loaded: their exact values are saved even
         # if the class keeps no other state.
         self._stepped = WeakIdKeyDictionary()
-        # Parameters with loaded exact values, and their values then, until shards are laid out.
-        self._at_load: dict[Tensor, Tensor] = {}
         super().__init__(whole.param_groups, whole.defaults)
         self._grouped = [list(group["params"]) for group in self.param_groups]  # as they were taken
         # Texts, because a function or NaN does not equal its own copy.
@@ -236,7 +233,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         If a parameter has a part, its state has the elements of the part, in one dimension. Any
         other state is whole.
         """
-        self._follow_writes_since_load()
         if self._inner is None:
             return self._packed(self._kept(self.state)), {}
         self._inner.look(self.state)
@@ -307,28 +303,12 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             error=CheckpointError,
         )
         self._consolidated = None
-        if self._inner is None:
-            rounded = [param for param, state in self.state.items() if MASTER in state]
-            for param, fingerprint in zip(rounded, fingerprints_of(rounded), strict=True):
-                if self.state[param].get(MASTER_OF) == fingerprint:
-                    self._at_load[param] = param.detach().clone()
-        else:
+        sharding = self._steps.sharding
+        if sharding is not None:  # None until the others of several optimizers are made
             self._sync.wait()
             # Values may have been loaded into the parameters before.
-            self._inner.sharding.follow_parameters()
-            self._take_over(self._inner.sharding)
-
-    def _follow_writes_since_load(self) -> None:
-        """Takes over into loaded exact values what was written into parameters since, before there
-        are shards."""
-        for param, before in self._at_load.items():
-            state, present = self.state.get(param, {}), param.detach()
-            if MASTER not in state or torch.equal(present, before):
-                continue
-            exact, is_same = state[MASTER], present == before
-            state[MASTER] = torch.where(is_same.to(exact.device), exact, present.to(exact))
-            (state[MASTER_OF],) = fingerprints_of([param])
-            self._at_load[param] = present.clone()
+            sharding.follow_parameters()
+            self._take_over(sharding)
 
     @private.untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -394,8 +374,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
     def _take_over(self, sharding: Sharding) -> InnerOptimizer:
         """Makes an optimizer over this rank's parts in `sharding`, whose states are whole yet."""
-        self._follow_writes_since_load()
-        self._at_load.clear()
         self._inner = InnerOptimizer(self._make, self.param_groups, sharding, self.optimizer_class)
         self._inner.optimizer.defaults = self.defaults  # follows changes that users make
         self._inner.follow(self.state)
@@ -461,7 +439,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """
         inner = self._inner
         found: dict[Tensor, ParamState] = {}
-        self._follow_writes_since_load()
         if inner is not None:
             if inner.sharding.group.num_ranks > 1:
                 self._steps.require_open(

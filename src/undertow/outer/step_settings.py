@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 
-from undertow.engine.agreed_errors import digest_of, settings_differ, text_of
-from undertow.engine.round import Settings
+from undertow.engine.params import ModuleParams
+from undertow.engine.step_settings import Settings, digest_of, settings_differ, text_of
 from undertow.errors import PlanMismatch
 from undertow.ranks.watch import NullWatch
 
@@ -18,8 +18,9 @@ class StepSettings:
     step: schedulers often wait then, so its learning rate comes a step later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: ModuleParams) -> None:
         self.digest = 0
+        self._members = members  # which name the parameters
         self._has_skipped = False
         self._now: Settings = ()  # since the last step that has counted
         self._of_steps: dict[int, Settings] = {}  # that the ranks have not compared yet
@@ -39,7 +40,7 @@ class StepSettings:
             self._now = ()
             return
         self._of_steps[number] = self._now
-        self.digest = zlib.crc32(digest_of(self._now).to_bytes(4, "little"), self.digest)
+        self.digest = zlib.crc32(b"%d" % digest_of(self._now), self.digest)
         self._now = ()
 
     def are_same_until(self, number: int) -> None:
@@ -60,6 +61,7 @@ class StepSettings:
         steps = sorted(int(text.partition(":")[0]) for text in differing)
         if steps:
             where = f"{where}, step {steps[0]}"
-        texts = watch.ask(text_of(self._of_steps.get(steps[0], ()) if steps else ()))
+        first = self._of_steps.get(steps[0], ()) if steps else ()
+        texts = watch.ask(text_of(first, self._members.names))
         self.restart()
         return settings_differ(texts, where=where)

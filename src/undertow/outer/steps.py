@@ -19,7 +19,8 @@ from torch.optim.optimizer import (
 )
 
 from undertow.engine.engine import Engine
-from undertow.engine.progress import params_of, settings_of
+from undertow.engine.progress import params_of
+from undertow.engine.step_settings import settings_of
 from undertow.errors import PhaseError
 from undertow.outer.step_settings import StepSettings
 from undertow.torch_private import private
@@ -62,7 +63,7 @@ class StepCounter:
         self.num_steps = 0
         self.num_forwards = 0  # that do not only accumulate
         self.is_closed = False
-        self.settings = StepSettings()
+        self.settings = StepSettings(engine.current_plan.members)
         self.replaced: dict[int, weakref.ref[torch.Tensor]] = {}
         self._engine, self._begins, self._ends = engine, begins, ends
         self._stepped: set[int] = set()  # parameters, by id, since the last step
@@ -123,7 +124,7 @@ class StepCounter:
         if self._stepping is not None and self._stepping.optimizer == id(optimizer):
             self._stepping = None
             if self._trains(optimizer):
-                self._note_settings(optimizer)
+                self.settings.add(settings_of(optimizer, self._trained))
                 self._add(self._own(optimizer))
 
     def after_unscaling(self, optimizer: Optimizer, found: private.Found) -> None:
@@ -137,10 +138,6 @@ class StepCounter:
             self._begins()
             self.settings.skip()
             self._add(params)
-
-    def _note_settings(self, optimizer: Optimizer) -> None:
-        names = self._engine.current_plan.members.names
-        self.settings.add(settings_of(optimizer, names, self._trained))
 
     def _trains(self, optimizer: Optimizer) -> bool:
         """Returns False for a step without a forward, a learning rate and gradients."""

@@ -33,10 +33,10 @@ class FactKind(Enum):
 # A new fact is one line here, and its value in the round.
 FACTS: Mapping[str, FactKind] = {
     "settings": FactKind.DIGEST,  # of optimizers that have stepped since the last synchronization
-    "loaded": FactKind.DIGEST,  # parameters that load_state_dict has changed
     "failed": FactKind.RANK_FLAGS,  # backward has failed
     "taken": FactKind.RANK_FLAGS,  # a gradient had arrived, and was gone when its bucket left
     "changed": FactKind.RANK_FLAGS,  # parameters, or the hook, differ from the plan's
+    "loaded": FactKind.RANK_FLAGS,  # load_state_dict has run since the last synchronization
     "nonfinite": FactKind.RANK_FLAGS,  # a gradient is not finite
     "late": FactKind.BUCKET_FLAGS,  # a gradient arrived again after the bucket was sent
     "busy_ms": FactKind.NUMBERS,  # time since the rank finished the previous synchronization

@@ -458,7 +458,7 @@ class ShardedBucket(DenseBucket):
     def _copy_in(self, start: int, grads: Sequence[Tensor | None], *, are_new: bool) -> None:
         self._copies.append(partial(super()._copy_in, start, grads, are_new=are_new))
 
-    def launch(self, *, keeps_own: bool, is_discarded: bool, turn: Turn) -> None:
+    def launch(self, *, is_discarded: bool, turn: Turn) -> None:
         memory = self.memory
         self._reduced = torch.empty_like(self.shard) if is_discarded or self.live else self.shard
         self.marks.launched = self.shared.recorder.mark()

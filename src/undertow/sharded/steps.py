@@ -28,7 +28,6 @@ from undertow.engine.progress import params_of
 from undertow.errors import ConfigError, PhaseError, listed, require
 from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import require_agreement
-from undertow.ranks.dither import Turn
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
 from undertow.sharded.bucket import (
@@ -41,6 +40,10 @@ from undertow.sharded.bucket import (
 from undertow.sharded.gathers import Gathers, wait_before_forwards
 from undertow.sharded.groups import ShardGroups
 from undertow.torch_private import private
+
+# For each parameter, by id: the number of the optimizer that updates it, and if one rank updates
+# all of it.
+_Updates = dict[int, tuple[int, bool]]
 
 _grad_of = attrgetter("grad")
 
@@ -156,35 +159,40 @@ class Sharding(Layout):
             placeholder.bind_to(param)
 
     @torch.no_grad()
-    def reduce_again(self, own: Mapping[int, tuple[Tensor, bool]], turn: Turn) -> None:
-        """Replaces gradients that were reduced whole, and rounded, by parts reduced as in the
-        following steps.
+    def move_gradients(self, to: "Sharding") -> None:
+        """Moves gradients in shards to another layout of the same parameters, with the same bits.
 
-        A collective call. `own` has this rank's gradients by parameter, each with False if
-        something has changed `.grad` since. `turn` is the one of that reduction.
+        A collective call.
         """
         for bucket in self.plan.buckets:
-            if own.keys().isdisjoint(bucket.params):  # of another dtype, or without parameters
-                continue
-            live = self.buckets[bucket.index]
-            sent, shard = torch.zeros_like(live.memory.flat), torch.zeros_like(live.shard)
-            trailer = sent[bucket.trailer.start :]
+            held: dict[int, GradientPlaceholder] = {}
+            whole: dict[int, Tensor] = {}  # [param.numel()] of the wide dtype
             for slot in bucket.slots:
-                gradient = self.group.hardware.keep(own[slot.param][0])
-                values = in_memory_order(gradient, self.strides[slot.param])
-                sent[slot.start : slot.stop] = values
-            parcels = self.groups.parcels_of(bucket)
-            parcel, crossing = self.groups.dithered(parcels, turn, device=sent.device)
-            handle = self.groups.shard.reduce_scatter(sent, shard, parcel, trailer=trailer)
-            if self.groups.replicate is not None and crossing is not None:
-                handle = self.groups.replicate.all_reduce_behind(
-                    handle, shard, crossing, trailer=trailer
-                )
-            with self.group.waiting(f"the shards of bucket {bucket.index}"):
-                handle.wait()
-            for part in self.flats[bucket.index].parts:
-                if own[part.param][1]:
-                    self._placeholders[part.param].part.copy_(part.of_shard(shard))
+                grad = self.params[slot.param].grad
+                if isinstance(grad, GradientPlaceholder):
+                    held[slot.param] = grad
+                    if not grad.is_cleared:
+                        whole[slot.param] = grad.part.new_empty(slot.stop - slot.start)
+            if whole:
+                self.gather_whole(bucket, self.buckets[bucket.index].shard, whole)
+            for index, grad in held.items():
+                to._take_gradient(index, grad, whole.get(index), self.strides[index])
+
+    def _take_gradient(
+        self,
+        index: int,
+        grad: GradientPlaceholder,
+        whole: Tensor | None,
+        strides: tuple[int, ...],
+    ) -> None:
+        """Takes over a gradient from another layout, with its mean, in memory of these strides."""
+        param, placeholder = self.params[index], self._placeholders[index]
+        placeholder.bind_to(param)
+        placeholder.added, placeholder.is_cleared = grad.added, grad.is_cleared
+        if whole is not None:
+            part = self.parts[param]
+            values = in_memory_order(whole.as_strided(param.shape, strides), self.strides[index])
+            placeholder.part.copy_(values[part.start : part.stop])
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
         """Returns the mean gradient of this rank's part of each parameter, or None. [part.numel] of
@@ -343,10 +351,11 @@ class ShardedSteps:
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
         self._groups = ShardGroups(engine.current_plan.group, config)
-        engine.progress.steps_in_shards = True
+        engine.current_plan.shards = self
         self._steppers: list[_Stepper] = []  # those that were made; some may be gone
         self._numbers: dict[int, int] = {}  # of those in the layout, by id
-        self._are_changed = False  # since the parameters were laid out
+        self._updates: _Updates = {}  # of the layout
+        self._may_have_changed = False  # since then
         self.sharding: Sharding | None = None
         self._hooks: list[RemovableHandle] = []  # before the forwards of modules
         self._is_closed = False
@@ -355,8 +364,9 @@ class ShardedSteps:
         """Lets `stepper` update its parameters from now on, and nobody else. A collective call;
         raises PlanMismatch if ranks give different `settings`.
 
-        With `is_whole`, one rank updates all of a parameter. Raises ConfigError if an earlier one
-        that still exists updates one of its parameters.
+        Lays the parameters out if every trained one has a stepper now. With `is_whole`, one rank
+        updates all of a parameter. Raises ConfigError if an earlier one that still exists updates
+        one of its parameters.
         """
         if self.steppers:
             # its scheduler makes it refer to itself: whether it is gone must not depend on the rank
@@ -373,6 +383,11 @@ class ShardedSteps:
         self.regroup(stepper)
         alive = [each for each in self._steppers if each.optimizer() is not None]
         self._steppers = [*alive, _Stepper(weakref.ref(stepper), is_whole)]
+        try:
+            self.lay_out()
+        except BaseException:
+            self._steppers = alive
+            raise
 
     def regroup(self, stepper: Optimizer) -> None:
         """Called when `stepper` has other parameters than before.
@@ -394,7 +409,7 @@ class ShardedSteps:
         for each in self._steppers:
             for param in params_of(stepper):
                 each.had.pop(param, None)  # type: ignore[no-untyped-call]  # torch's method
-        self._are_changed = True
+        self._may_have_changed = True
 
     @property
     def steppers(self) -> list[Optimizer]:
@@ -409,23 +424,36 @@ class ShardedSteps:
                 remedy="Give all parameters to ShardedOptimizers, and step those.",
             )
 
+    def lay_out(self) -> None:
+        """Called when there are other parameters or optimizers: lays the parameters out.
+
+        Not while the first of several optimizers is made, nor before a change of the parameters
+        is in force; this is called again then.
+        """
+        current_plan = self._engine.current_plan
+        if current_plan.change is None and not self._left_out():
+            current_plan.wait_for_parameters()
+            self._make_layout()
+
     def begin(self, stepper: Optimizer | None = None) -> Sharding:
         """Returns this rank's shards, to be stepped.
 
         Nothing that `stepper` updates is in flight; None means all optimizers. The same object
-        while the layout is the same.
+        while the layout is the same. A collective call if it changes: if an optimizer has other
+        parameters, and before the first step if rank 0's order of arrival makes another plan.
         """
         self.require_open("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan = self._engine.current_plan
         sharding = self.sharding
         is_same = sharding is current_plan.compiled.layout and current_plan.change is None
-        if sharding is None or not is_same or self._are_changed:
+        if sharding is None or not is_same or current_plan.has_order or self._may_have_changed:
+            self._require_steppers()
             current_plan.wait_for_parameters()
-            sharding = self._lay_out()
-            self._remove_hooks()
-            self.sharding, module = sharding, self._module()
-            if self._groups.num_ranks > 1 and module is not None and not self._is_compiled:
-                self._hooks = wait_before_forwards(module, sharding.gathers)
+            sharding = self._make_layout()
+        module = self._module()
+        is_alone = self._groups.num_ranks == 1
+        if not (self._hooks or is_alone or self._is_compiled or module is None):
+            self._hooks = wait_before_forwards(module, sharding.gathers)
         sharding.follow_parameters(None if stepper is None else self._numbers[id(stepper)])
         sharding.adopt_gradients(self._own_gradients())
         return sharding
@@ -435,35 +463,50 @@ class ShardedSteps:
         hooks = self._engine.current_plan.hooks
         return hooks.ids_of(hooks.arrived_before)
 
-    def _lay_out(self) -> Sharding:
-        """Cuts the parameters, and the gradients that were reduced whole, into shards."""
-        current_plan = self._engine.current_plan
-        updates: dict[int, tuple[int, bool]] = {}
-        self._numbers = {}
+    def _updates_now(self) -> _Updates:
+        updates: _Updates = {}
         for number, each in enumerate(self._steppers):
-            self._numbers[id(each.optimizer())] = number
             for param in each.params():
                 updates[id(param)] = number, each.is_whole
-        named_params = current_plan.hooks.named_params
-        left = [repr(name) for name, param in named_params if id(param) not in updates]
+        return updates
+
+    def _left_out(self) -> list[str]:
+        """Returns the trained parameters that no optimizer updates, but must: later ones may be
+        left out, as in torch."""
+        if self.sharding is not None:
+            return []
+        updates = self._updates_now()
+        named_params = self._engine.current_plan.hooks.named_params
+        return [repr(name) for name, param in named_params if id(param) not in updates]
+
+    def _require_steppers(self) -> None:
+        left = self._left_out()
         require(
-            not left or self.sharding is not None,  # later ones may be left out, as in torch
+            not left,
             f"no ShardedOptimizer updates {listed(left, most=3)}: their gradients are cut into "
             "shards, and no plain optimizer can step on them.",
             where=f"the first step of a ShardedOptimizer, rank {self._groups.rank}",
             remedy="Give them to one of the optimizers, or freeze them (requires_grad_(False)).",
         )
-        if self.sharding is current_plan.compiled.layout:  # only the optimizers have changed
-            for _, param in named_params:
-                param.grad = self.sharding.full_gradient(param)
-        compiled, plan = current_plan.compiled, current_plan.shard_plan(updates)
+
+    def _make_layout(self) -> Sharding:
+        """Cuts the parameters into shards, and the gradients that are reduced already."""
+        current_plan, updates = self._engine.current_plan, self._updates_now()
+        plan, compiled = current_plan.shard_plan(updates), current_plan.compiled
+        before = self.sharding if self.sharding is compiled.layout else None
+        is_same = updates == self._updates
+        self._numbers = {id(each.optimizer()): at for at, each in enumerate(self._steppers)}
+        self._may_have_changed = False
+        if before is not None and is_same and before.plan.is_alike(plan.groups, plan.wires):
+            return before
         not_averaged = self._own_gradients()
-        own = compiled.own_gradients() if current_plan.is_active else {}
         sharding = Sharding(plan, compiled.params, self._strategy, self._groups, compiled.recorder)
         current_plan.follow_layout(plan, sharding)
+        if before is not None:
+            before.move_gradients(sharding)
         sharding.adopt_gradients(not_averaged)
-        sharding.reduce_again(own, compiled.turns.now)
-        self._are_changed = False
+        self._remove_hooks()
+        self._updates, self.sharding = updates, sharding
         return sharding
 
     @contextlib.contextmanager
@@ -533,6 +576,7 @@ class ShardedSteps:
             self.sharding.gathers.let_go()
         self._remove_hooks()
         self._groups.close()
+        self._engine.current_plan.shards = None
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

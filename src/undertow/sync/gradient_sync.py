@@ -31,7 +31,8 @@ from undertow.engine.checks import Arguments, NonFinite, after_closure
 from undertow.engine.engine import Engine, SiblingEngines
 from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
 from undertow.engine.params import ModuleParams
-from undertow.engine.progress import Forward, Gradients, params_of, settings_of
+from undertow.engine.progress import Forward, Gradients, params_of
+from undertow.engine.step_settings import settings_of
 from undertow.engine.tuning import why_fixed
 from undertow.errors import PhaseError, WrongType, all_of, require
 from undertow.outer.outer_sync import OuterSync
@@ -509,13 +510,19 @@ class GradientSync:
         all_of(*(part._engine.current_plan.wait_for_parameters for part in self._parts))
 
     def _shard(self, stepper: Optimizer, settings: dict[str, Any], *, whole: bool) -> ShardedSteps:
-        """Hands the parameters to `stepper`: from its first step on, only it updates them, and each
-        rank updates one shard.
+        """Hands the parameters to `stepper`: only it updates them, and each rank updates one shard.
 
-        A collective call. Raises ConfigError if the settings do not support shards or an earlier
-        stepper is still in use, and PlanMismatch on every rank if ranks give different `settings`.
+        A collective call, which lays the parameters out. Raises ConfigError if the settings do not
+        support shards or an earlier stepper is still in use, and PlanMismatch on every rank if
+        ranks give different `settings`.
         """
         self._require_open("ShardedOptimizer")
+        require_outside_of_backward(
+            "ShardedOptimizer()",
+            where=f"rank {self.rank}",
+            remedy="Make the optimizer before or after it.",
+        )
+        self._wait()
         if self._steps is None:
             self._engine.current_plan.open_group()
             self._steps = ShardedSteps(
@@ -773,7 +780,7 @@ class GradientSync:
         if not steps:
             return None
         current_plan = engine.current_plan
-        settings = settings_of(optimizer, current_plan.members.names, current_plan.hooks.ids)
+        settings = settings_of(optimizer, current_plan.hooks.ids)
         engine.progress.optimizer_steps(
             params,
             settings,

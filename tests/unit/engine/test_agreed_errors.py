@@ -1,6 +1,5 @@
 """Readings of a round become errors."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +7,7 @@ import pytest
 
 from support.errors import text_of
 from undertow.buckets.trailer import Reading
-from undertow.engine.agreed_errors import changed_unlike, loaded_apart, require_same_settings, require_sound, settings_differ
-from undertow.engine.agreed_errors import text_of as text_of_settings
+from undertow.engine.agreed_errors import changed_unlike, require_sound
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import Desync, PeerFailed, PlanMismatch
 
@@ -67,7 +65,7 @@ TEXTS = {
     ],
 )
 def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error: type[Exception], what: str) -> None:
-    assert text_of(error, lambda: require_sound(round_with(*readings), of_ranks(3))) == what + TEXTS[what]
+    assert text_of(error, lambda: require_sound(round_with(*readings), of_ranks(3), {})) == what + TEXTS[what]
 
 
 @pytest.mark.parametrize(
@@ -76,13 +74,13 @@ def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error:
     ids=["nothing", "uses", "late in time", "overdue without late parts", "changes"],
 )
 def test_a_round_without_trouble_is_sound(readings: list[dict[str, Any]]) -> None:
-    require_sound(round_with(*readings), of_ranks(3))
+    require_sound(round_with(*readings), of_ranks(3), {})
 
 
 def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
-    require_sound(round_with({"flags": {"failed": (1,)}}, has_failed=True), of_ranks(3))
+    require_sound(round_with({"flags": {"failed": (1,)}}, has_failed=True), of_ranks(3), {})
     with pytest.raises(Desync):
-        require_sound(round_with({"ranks_differ": True}, has_failed=True), of_ranks(3))
+        require_sound(round_with({"ranks_differ": True}, has_failed=True), of_ranks(3), {})
 
 
 @pytest.mark.parametrize(
@@ -110,57 +108,9 @@ def test_late_buckets_are_those_of_this_round() -> None:
 
 def test_where_all_ranks_stand_is_said_by_rank() -> None:
     this_round = round_with({"ranks_differ": True})
-    text = text_of(Desync, lambda: require_sound(this_round, of_ranks(2, "synchronization 4")))
+    text = text_of(Desync, lambda: require_sound(this_round, of_ranks(2, "synchronization 4"), {}))
     assert text.splitlines()[1:4] == [
         "  synchronization 5, rank 1",
         "  rank 0: synchronization 4",
         "  rank 1: synchronization 5, after an optimizer step",
     ]
-
-
-def test_the_first_setting_that_differs_is_named_with_the_values_of_all_ranks() -> None:
-    texts = [
-        text_of_settings((("group 0 of SGD", (("lr", 0.1), *more)),)) for more in ((), (("momentum", 0.5),), (("momentum", 1),))
-    ]
-    error = settings_differ(dict(enumerate(texts)), where="save_checkpoint")
-    assert str(error).splitlines()[1:3] == [
-        "  save_checkpoint",
-        "  first difference: momentum of group 0 of SGD is not set on rank 0, 0.5 on rank 1, 1 on rank 2",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("texts", "shown"),
-    [
-        (("lr of group 0 of SGD with 'a': 0.1", "lr of group 0 of AdamW with 'a': 0.1"), ", but group 0 of AdamW with 'a'"),
-        (("lr of group 0 of SGD with 'a': 0.1", ""), ""),
-    ],
-)
-def test_a_rank_that_steps_another_optimizer_is_named_with_it(texts: tuple[str, str], shown: str) -> None:
-    """And not with a setting, which its optimizer may have too."""
-    text = str(settings_differ(dict(enumerate(texts)), where="save_checkpoint"))
-    assert f"\n  first difference: rank 1 does not step group 0 of SGD with 'a'{shown}\n" in text
-
-
-@pytest.mark.parametrize("texts", [["lr: 1"], ["lr: 1", "lr: 1"], ["lr: 1", "lr: 1", "lr: 2"]])
-def test_ranks_whose_settings_have_the_same_text_have_the_same_settings(texts: list[str]) -> None:
-    with pytest.raises(PlanMismatch, match="lr is 1 on rank 0, 1 on rank 1, 2 on rank 2") if len(texts) == 3 else nullcontext():
-        require_same_settings(texts, where="save_checkpoint")
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.1 + 0.2, "0.3"), (1e-8, "1e-08"), (1.0, "1"), (True, "True"), ((0.9, 0.999), "(0.9, 0.999)"), ("l1", "l1")],
-)
-def test_settings_are_shown_with_six_digits(value: object, shown: str) -> None:
-    assert text_of_settings((("group 1 of SGD", (("x", value),)),)) == f"x of group 1 of SGD: {shown}"
-
-
-@pytest.mark.parametrize(("loaded", "what"), [(0xABC, "parameters, fingerprint 000abc"), (0, "no parameter")])
-def test_each_rank_says_what_it_has_loaded(loaded: int, what: str) -> None:
-    result = Round(kind=RoundKind.REDUCE, terms=Terms(number=5, loaded=loaded))
-    assert str(loaded_apart(result, of_ranks(2, "it has changed no parameter"))) == (
-        "load_state_dict has changed parameters on some ranks only, or to different values.\n  synchronization 5, rank 1\n"
-        f"  rank 0: it has changed no parameter\n  rank 1: it has changed {what}\n"
-        "  Load the same values on every rank, or call broadcast_parameters() on every rank after a load on rank 0."
-    )

@@ -13,7 +13,7 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow.buckets.trailer import Reading
 from undertow.config import SyncConfig
-from undertow.engine.checks import Checks, NonFinite
+from undertow.engine.checks import Checks, Loads, NonFinite
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import NonFiniteGradient
 from undertow.plan import plan_from_groups
@@ -146,3 +146,54 @@ def test_the_first_rank_tells_of_a_step_that_is_skipped(rank: int, caplog: pytes
     judge.round_ends(a_round(True), PLAN)
     assert judge.skips(sgd())
     assert len(caplog.records) == (rank == 0)
+
+
+def compared(loading: dict[int, tuple[int, ...]], delays: tuple[int, ...], *, is_host: bool = False) -> list[list[int]]:
+    """For each rank the rounds in which it compares parameters.
+
+    `loading` has the ranks that load before a round. A rank reads a round's trailers when it ends if it tells of loads
+    itself, and else so many rounds later, as on a device.
+    """
+    ranks = range(len(delays))
+    group = SimpleNamespace(names=list(ranks), hardware=SimpleNamespace(is_host=is_host))
+    loads = [Loads(group) for _ in ranks]  # type: ignore[arg-type]
+    found: list[list[int]] = [[] for _ in ranks]
+    unread: list[list[tuple[int, Reading]]] = [[] for _ in ranks]
+    for number in range(20):
+        for rank in loading.get(number, ()):
+            loads[rank].begins(None)
+        telling = [rank for rank in ranks if loads[rank].are_known]
+        said = {"used": frozenset(), "ranks_differ": False, "flags": {"loaded": tuple(telling)}}
+        for rank, delay in zip(ranks, delays, strict=True):
+            this = Round(kind=RoundKind.REDUCE, terms=Terms(number=number))
+            this.found.readings += [overdue for at, overdue in unread[rank] if at <= number]
+            unread[rank] = [each for each in unread[rank] if each[0] > number]
+            if is_host or rank in telling:
+                # the host has waited for this round's trailers, so earlier ones are there when the next round begins
+                this.found.readings.append(Reading(**said))
+                unread[rank] = [(number + 1, overdue) for _, overdue in unread[rank]]
+            elif telling:
+                unread[rank].append((number + delay, Reading(**said, is_overdue=True)))
+            if loads[rank].are_told_by_all(this):
+                loads[rank].settle(number)
+                found[rank].append(number)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [(0,), (2,), (0, 1, 2)])
+def test_all_ranks_on_the_host_compare_once_in_the_round_after_a_load(ranks: tuple[int, ...]) -> None:
+    assert compared({3: ranks, 9: ranks}, (1, 1, 1), is_host=True) == [[3, 9]] * 3
+
+
+@pytest.mark.parametrize("delays", [(1, 1, 1), (1, 2, 3), (4, 1, 2), (3, 3, 1)])
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 2), (0, 1, 2)])
+def test_all_ranks_on_devices_compare_once_in_the_same_round(ranks: tuple[int, ...], delays: tuple[int, ...]) -> None:
+    first, *others = compared({3: ranks}, delays)
+    assert others == [first] * 2
+    assert len(first) == 1
+    assert first[0] == 3 if len(ranks) == 3 else first[0] > 3
+
+
+def test_a_load_after_a_comparison_is_compared_again() -> None:
+    first, *others = compared({3: (0, 1, 2), 4: (1,)}, (1, 2, 2))
+    assert (others, len(first)) == ([first] * 2, 2)

@@ -1,0 +1,139 @@
+"""The settings that optimizers have stepped with: a digest that ranks compare in every round, and
+texts for the error if the digests differ."""
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from undertow.device import device_of
+from undertow.errors import PlanMismatch
+
+# Settings that choose an implementation: ranks may differ in them.
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """The settings of one parameter group in one step."""
+
+    label: str  # "group 0 of AdamW"
+    values: tuple[tuple[str, str], ...]  # each setting's name, and its value as it is compared
+    params: Sequence[Tensor] = ()
+
+    def lines(self, names: Mapping[int, str]) -> list[str]:
+        """Returns a text for each setting; `names` has the names of parameters by id.
+
+        The first of the group's parameters in alphabetical order is named too: another optimizer
+        may have a group of the same number, and the ranks may step the two in another order.
+        """
+        known = [names[id(param)] for param in self.params if id(param) in names]
+        label = f"{self.label} with {min(known)!r}" if known else self.label
+        return [f"{name} of {label}: {value}" for name, value in self.values]
+
+
+Settings = tuple[GroupSettings, ...]
+ALONE: Settings = (GroupSettings("the model", (("stepping inside accumulate()", "True"),)),)
+
+
+def settings_of(optimizer: Optimizer, trained: Collection[int]) -> Settings:
+    """Returns the settings of each group with `trained` parameters, by id; ranks that step alike
+    have the same.
+
+    Left out are tensors on devices, for which the host would wait, and settings that only choose an
+    implementation.
+    """
+    kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
+    told = [name for name in getattr(optimizer, "defaults", ()) if name not in _IMPLEMENTATION]
+    found: list[GroupSettings] = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        if not any(id(param) in trained for param in params):
+            continue
+        texts = [(name, _text(group.get(name))) for name in told]
+        values = tuple((name, text) for name, text in texts if text is not None)
+        found.append(GroupSettings(f"group {len(found)} of {kind}", values, params))
+    return tuple(found)
+
+
+def digest_of(settings: Settings) -> int:
+    """Returns a number that is the same in all processes, in whatever order optimizers have
+    stepped.
+
+    No parameter is looked at: that would take longer than all the rest.
+    """
+    return sum(zlib.crc32(repr((each.label, each.values)).encode()) for each in settings)
+
+
+def text_of(settings: Settings, names: Mapping[int, str]) -> str:
+    """Returns a line for each setting, whatever the order of the optimizers' steps."""
+    return "\n".join(sorted(chain.from_iterable(each.lines(names) for each in settings)))
+
+
+def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
+    """Returns the error of ranks that step with different settings, given the `text_of` of each
+    rank."""
+    of_ranks = {
+        rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+        for rank, text in texts.items()
+    }
+    for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
+        values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
+            difference = _other_groups(of_ranks, name) or f"{name} is {listed}"
+            where += f"\n  first difference: {difference}"
+            break
+    return PlanMismatch(
+        "ranks step with different settings of an optimizer.",
+        where=where,
+        remedy="Give every rank the same settings. A scheduler must follow a number that all "
+        "ranks have, such as the mean of their losses.",
+    )
+
+
+def _other_groups(of_ranks: Mapping[int, Mapping[str, str]], name: str) -> str:
+    """Returns which ranks step another group than that of the setting `name`, such as one of
+    another class, or "" if all ranks step it."""
+    groups = {
+        rank: {each.partition(" of ")[2] for each in of_rank} for rank, of_rank in of_ranks.items()
+    }
+    group = name.partition(" of ")[2]
+    without = sorted(rank for rank, found in groups.items() if group not in found)
+    if not without or not group.startswith("group "):
+        return ""
+    others = groups[without[0]].difference(*(groups[rank] for rank in groups.keys() - without))
+    instead = f", but {min(others)}" if others else ""
+    return f"rank {', '.join(map(str, without))} does not step {group}{instead}"
+
+
+def require_same_settings(texts: Sequence[str], *, where: str) -> None:
+    """Raises PlanMismatch if the `text_of` the settings of each rank is not the same."""
+    if len(set(texts)) > 1:
+        raise settings_differ(dict(enumerate(texts)), where=where)
+
+
+def _text(value: object) -> str | None:
+    """Returns a plain value as it is compared; None for anything else.
+
+    Numbers that differ in their last digits are equal: libraries of two machines may.
+    """
+    if isinstance(value, float):  # numpy's too
+        return f"{value:.6g}"
+    if isinstance(value, bool | int | str):
+        return str(value)
+    if isinstance(value, Tensor):
+        is_there = value.dim() == 0 and device_of(value.device).is_host
+        return _text(value.item()) if is_there else None
+    if isinstance(value, tuple | list):
+        return _text_of_each(value)
+    return None
+
+
+def _text_of_each(values: Iterable[object]) -> str | None:
+    texts = [_text(value) for value in values]
+    told = [text for text in texts if text is not None]
+    return f"({', '.join(told)})" if len(told) == len(texts) else None

@@ -1,0 +1,103 @@
+"""Settings that optimizers have stepped with: what ranks compare, and what they name if it differs."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from undertow.engine.step_settings import (
+    GroupSettings,
+    Settings,
+    digest_of,
+    require_same_settings,
+    settings_differ,
+    settings_of,
+    text_of,
+)
+from undertow.errors import PlanMismatch
+
+PARAMS = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+NAMES = dict(zip(map(id, PARAMS), ("d", "c", "b", "a"), strict=True))
+
+
+def of(*params: nn.Parameter, **settings: object) -> Settings:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.param_groups[0].update(settings)
+    return settings_of(optimizer, NAMES)
+
+
+def test_a_group_is_named_by_its_number_and_its_first_parameter() -> None:
+    optimizer = torch.optim.SGD([{"params": PARAMS[:1], "lr": 0.5}, {"params": PARAMS[1:]}], lr=0.1)
+    lines = text_of(settings_of(optimizer, NAMES), NAMES).splitlines()
+    assert "lr of group 0 of SGD with 'd': 0.5" in lines
+    assert "lr of group 1 of SGD with 'a': 0.1" in lines
+
+
+def test_groups_without_trained_parameters_do_not_count() -> None:
+    optimizer = torch.optim.SGD([{"params": PARAMS[:1], "lr": 0.5}, {"params": PARAMS[1:]}], lr=0.1)
+    (group,) = settings_of(optimizer, {id(PARAMS[3])})
+    assert (group.label, dict(group.values)["lr"]) == ("group 0 of SGD", "0.1")
+
+
+def test_the_digest_follows_every_setting_and_no_order_of_steps() -> None:
+    first, second = of(PARAMS[0]), of(PARAMS[1], lr=0.2)
+    assert digest_of(first + second) == digest_of(second + first)
+    assert digest_of(of(PARAMS[0])) == digest_of(of(PARAMS[0]))
+    others = [{"lr": 0.11}, {"momentum": 0.5}, {"nesterov": True}, {"weight_decay": 1e-9}]
+    assert len({digest_of(first), *(digest_of(of(PARAMS[0], **other)) for other in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.1 + 0.2, "0.3"),
+        (1e-8, "1e-08"),
+        (1.0, "1"),
+        (1, "1"),
+        (np.float64(0.5), "0.5"),
+        (torch.tensor(0.5, dtype=torch.float64), "0.5"),
+        (True, "True"),
+        ((0.9, 0.999), "(0.9, 0.999)"),
+        ([0.9, 0.999], "(0.9, 0.999)"),
+        ("l1", "l1"),
+    ],
+)
+def test_a_setting_is_compared_as_a_text_with_six_digits(value: object, shown: str) -> None:
+    assert dict(of(PARAMS[0], lr=value)[0].values)["lr"] == shown
+
+
+@pytest.mark.parametrize("value", [None, torch.ones(2), (1, None), object()])
+def test_other_values_are_not_compared(value: object) -> None:
+    assert "lr" not in dict(of(PARAMS[0], lr=value)[0].values)
+
+
+def test_the_first_setting_that_differs_is_named_with_the_values_of_all_ranks() -> None:
+    groups = [
+        GroupSettings("group 0 of SGD", (("lr", "0.1"), *more)) for more in ((), (("momentum", "0.5"),), (("momentum", "1"),))
+    ]
+    error = settings_differ({rank: text_of((group,), {}) for rank, group in enumerate(groups)}, where="save_checkpoint")
+    assert str(error).splitlines()[1:3] == [
+        "  save_checkpoint",
+        "  first difference: momentum of group 0 of SGD is not set on rank 0, 0.5 on rank 1, 1 on rank 2",
+    ]
+
+
+@pytest.mark.parametrize("texts", [["lr: 1"], ["lr: 1", "lr: 1"], ["lr: 1", "lr: 1", "lr: 2"]])
+def test_ranks_whose_settings_have_the_same_text_have_the_same_settings(texts: list[str]) -> None:
+    with pytest.raises(PlanMismatch, match="lr is 1 on rank 0, 1 on rank 1, 2 on rank 2") if len(texts) == 3 else nullcontext():
+        require_same_settings(texts, where="save_checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (("lr of group 0 of SGD with 'a': 0.1", "lr of group 0 of AdamW with 'a': 0.1"), ", but group 0 of AdamW with 'a'"),
+        (("lr of group 0 of SGD with 'a': 0.1", ""), ""),
+    ],
+)
+def test_a_rank_that_steps_another_optimizer_is_named_with_it(texts: tuple[str, str], shown: str) -> None:
+    """And not with a setting, which its optimizer may have too."""
+    text = str(settings_differ(dict(enumerate(texts)), where="save_checkpoint"))
+    assert f"\n  first difference: rank 1 does not step group 0 of SGD with 'a'{shown}\n" in text
