@@ -148,7 +148,7 @@ class _Buffer:
 
     place: Place
     tensor: Tensor  # the last one there of the kind that the ranks have compared
-    is_shared: bool  # another place has the same memory
+    is_shared: bool = False  # another place has the same memory
 
 
 class CommonBuffers:
@@ -161,20 +161,23 @@ class CommonBuffers:
 
     def __init__(self, places: Sequence[Place] = ()) -> None:
         """`places` are of all buffers to synchronize."""
-        present: list[tuple[Place, Tensor]] = []
-        for place in places:
-            table, key, _ = place
-            tensor = table.get(key)
-            if tensor is not None and not tensor.is_meta:  # which has no values
-                present.append((place, tensor))
-        num_with = Counter(_memory_of(tensor) for _, tensor in present)
+        self._not_sent: tuple[str, str] | None = None  # the name of a buffer, and its kind
         found: dict[Tensor, _Buffer] = {}  # tensors are keys by identity
-        for place, tensor in present:
-            is_shared = num_with[_memory_of(tensor)] > 1
-            found.setdefault(tensor, _Buffer(place, tensor, is_shared))
+        at: dict[int, _Buffer] = {}  # by the address of its memory
+        for place in places:
+            table, key, name = place
+            tensor = table.get(key)
+            if tensor is None or tensor.is_meta:  # which has no values
+                continue
+            buffer = found.setdefault(tensor, _Buffer(place, tensor))
+            kind = why_not_sent(tensor)
+            if kind:
+                self._not_sent = self._not_sent or (name, kind)
+                continue
+            first = at.setdefault(tensor.untyped_storage().data_ptr(), buffer)
+            if first.place is not place:
+                first.is_shared = buffer.is_shared = True
         self.buffers = list(found.values())
-        kinds = ((buffer.place[2], why_not_sent(buffer.tensor)) for buffer in self.buffers)
-        self._not_sent = next(((name, kind) for name, kind in kinds if kind), None)
 
     def now(self) -> list[_Buffer]:
         """Returns the buffers with their current tensors, or with earlier ones if the current ones
@@ -197,10 +200,6 @@ class CommonBuffers:
             if tensor is not earlier and tensor is not None and _kind(tensor) == _kind(earlier):
                 buffer.tensor = tensor
         return self.buffers
-
-
-def _memory_of(buffer: Tensor) -> int | None:
-    return None if why_not_sent(buffer) else buffer.untyped_storage().data_ptr()
 
 
 def why_not_sent(buffer: Tensor) -> str:
