@@ -116,6 +116,7 @@ SHOWN_BY = {
     "With outer synchronization": ["test_two_features_work_together_or_their_refusal_is_in_the_table"],
     "added or unfrozen after wrapping": ["test_a_step_within_synchronized_and_a_new_parameter_are_refused"],
     "`model.outer.step()`": ["test_steps_of_an_optimizer_that_is_not_torchs_are_counted_by_hand"],
+    "never exchange frozen parameters": ["test_frozen_parameters_that_differ_are_named"],
     "forwards outside of `accumulate()`": ["test_a_rank_that_steps_more_often_for_its_forwards_is_named"],
     "`mean_over_ranks()` inside": ["test_it_is_refused_inside_a_backward_and_inside_join"],
     "Freeze, add or replace": [
