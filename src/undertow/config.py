@@ -310,7 +310,7 @@ class SyncConfig:
             bit-identical under every plan. With "ordered" the strategies agree too if each step
             synchronizes once, parameters have 32 bits or more and `wire` is None. Two
             strategies add in another order: "zero2" averages each micro-batch over ranks and adds
-            the means, and "hybrid" adds row by row.
+            the means, and "hybrid" adds row by row, and sends sums of rows in the gradients' dtype.
         average_in_collective: False divides whole gradients before the collective, which then sums.
             It has no effect with shards or "ordered", which divide the sum.
         buffers: Before the first training forward of a step, as in torch, module buffers follow

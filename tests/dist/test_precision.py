@@ -163,8 +163,7 @@ def test_gradients_travel_in_sixteen_bits(wire: str, strategy: str, reduction: s
             for model in (ddp, reference):
                 model.zero_grad()
                 MLP.loss(model, step).backward()
-            is_sharded = strategy != "ddp" and step > 0  # from the optimizer's first step on
-            how = {"wire": getattr(torch, wire), "is_native": reduction == "native", "is_sharded": is_sharded}
+            how = {"wire": getattr(torch, wire), "is_native": reduction == "native", "is_sharded": strategy != "ddp"}
             require_equal(
                 {name: mean_on_the_wire(param.grad, **how) for name, param in reference.named_parameters()},
                 full_gradients(ddp),

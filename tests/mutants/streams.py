@@ -81,11 +81,10 @@ REMOVALS = (
     Removal(EXCHANGES, "            before.wait()\n            of_trailer = self", "            of_trailer = self"),
     Removal(
         EXCHANGES,
-        "                return Handle(*of_trailer.works, *mean.works, finish=mean.wait)",
-        "                return Handle(*mean.works, finish=mean.wait)",
+        "        return Handle(*of_trailer.works, *mean.works, finish=finish)",
+        "        return Handle(*mean.works, finish=finish)",
     ),
-    Removal(EXCHANGES, "works = (*of_trailer.works, *work.works)", "works = work.works"),
-    Removal(EXCHANGES, "works = (*of_trailer.works, *work.works)", "works = of_trailer.works"),
+    Removal(EXCHANGES, "            mean.wait()\n            if sent", "            if sent"),
     Removal(EXCHANGES, "            work.wait()\n            hardware.keep(sent)", "            hardware.keep(sent)"),
     Removal(
         "buckets/bucket.py", "        for handle in handles:\n            handle.wait()\n        self.marks", "        self.marks"
@@ -98,14 +97,11 @@ REMOVALS = (
     ),
     Removal("engine/round.py", "        device.wait_for(streams)\n", ""),
     Removal("sharded/bucket.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
-    Removal(
-        "sharded/steps.py", "                handle.wait()\n            for part", "                pass\n            for part"
-    ),
     Removal("sharded/steps.py", "                handle.wait()\n        for slot", "                pass\n        for slot"),
     Removal("engine/measuring.py", "        exchange.handle.wait()\n", ""),
     Removal("sync/handles.py", "            self._handle.wait()", "            pass"),
-    Removal("ranks/agreement.py", "        handle.wait()\n        _replace", "        _replace"),
-    Removal("ranks/agreement.py", "        handle.wait()\n        _write", "        _write"),
+    Removal("ranks/agreement.py", "        handle.wait()\n        arrived", "        arrived"),
+    Removal("ranks/agreement.py", "        handle.wait()\n        for index", "        for index"),
     Removal("by_hand/average.py", "    manager.wait_for_all()\n", ""),
     Removal("by_hand/average.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
     Removal("by_hand/average.py", "all_reduce_over(counts, group).wait()", "all_reduce_over(counts, group)"),
@@ -145,7 +141,6 @@ REMOVALS = (
     Removal("engine/round.py", "            bucket.keep_gradients()", "            pass"),
     Removal("buckets/bucket.py", "        self._keep(self._late.values())\n", ""),
     Removal("sharded/steps.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),
-    Removal("sharded/steps.py", "gradient = self.group.hardware.keep(own[slot.param][0])", "gradient = own[slot.param][0]"),
     Removal("sharded/bucket.py", "device_of(param.device).keep(param)", "param"),
     Removal("optim/state.py", "return device_of(state.device).keep(state)", "return state"),
     Removal("ranks/parcels.py", "            forget_scratch()  # this", "            pass  # this"),
@@ -167,7 +162,7 @@ REMOVALS = (
         "if False and not (device.is_host or device_of",
     ),
     Removal("ranks/agreement.py", "if is_host and torch.equal(", "if torch.equal("),
-    Removal("engine/progress.py", "value.dim() == 0 and device_of(value.device).is_host", "value.dim() == 0"),
+    Removal("engine/step_settings.py", "value.dim() == 0 and device_of(value.device).is_host", "value.dim() == 0"),
     Removal("by_hand/average.py", "device_of(place).is_host or parameters", "True or parameters"),
 )
 

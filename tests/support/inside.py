@@ -307,7 +307,7 @@ def equal_shards(num_ranks: int, part_numel: int) -> FullWidth:
 
 
 def _exchanges_over(group: OwnGroup) -> P2PCollectives:
-    return P2PCollectives(group, in_order=True, divisor=group.num_ranks)
+    return P2PCollectives(group, divisor=group.num_ranks)
 
 
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:

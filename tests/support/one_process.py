@@ -295,7 +295,7 @@ class FakeCollectives:
             messages, trailers = zip(*brought, strict=True)
             shard.zero_()
             own = shard[: len(parcel.parts[rank])]
-            parcel.add_up([of_rank[rank] for of_rank in messages], rank, into=own, rows=())
+            parcel.add_up([of_rank[rank] for of_rank in messages], rank, into=own)
             own.div_(self._divisor)
             trailer.copy_(sum(trailers))
 
@@ -313,7 +313,7 @@ class FakeCollectives:
             means = []
             for index, part in enumerate(everything.parts):
                 total = torch.empty(len(part), dtype=accumulation_dtype(tensor.dtype))
-                everything.add_up([of_rank[index] for of_rank in messages], index, into=total, rows=())
+                everything.add_up([of_rank[index] for of_rank in messages], index, into=total)
                 mean = messages[0][index].clone()
                 everything.write(total.div_(self._divisor), index, mean)
                 means.append(mean)

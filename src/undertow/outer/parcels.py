@@ -28,9 +28,8 @@ class MeanInFullWidth(FullWidth):
         index: int,
         *,
         into: Tensor,
-        rows: Sequence[Sequence[int]],
     ) -> None:
-        FullWidth.add_up(self, messages, index, into=into, rows=rows)
+        FullWidth.add_up(self, messages, index, into=into)
         _divide(into, messages, self.parts[index], buffers=self.buffers)
 
 
@@ -46,9 +45,8 @@ class EncodedMean(Encoded):
         index: int,
         *,
         into: Tensor,
-        rows: Sequence[Sequence[int]],
     ) -> None:
-        Encoded.add_up(self, messages, index, into=into, rows=rows)
+        Encoded.add_up(self, messages, index, into=into)
         _divide(into, messages, self.parts[index], buffers=self.buffers)
 
 

@@ -39,13 +39,11 @@ _Arriving = tuple[list[Tensor], list[Work]]  # a message of every rank, and the 
 class P2PCollectives:
     """Exchanges by sends and receives; threads post and complete them in the order of their start.
 
-    `divisor` is the divisor of means. `in_order` sends sums in full width; the order of additions
-    is the same in any case.
+    `divisor` is the divisor of means.
     """
 
-    def __init__(self, group: OwnGroup, *, in_order: bool, divisor: float) -> None:
+    def __init__(self, group: OwnGroup, *, divisor: float) -> None:
         self.group = group
-        self._in_order = in_order
         self._divisor = divisor
         # An exchange sends messages of up to three kinds.
         self._tags = cycle(range(0, 4 * _NUM_EXCHANGES, 4))
@@ -111,11 +109,10 @@ class P2PCollectives:
     ) -> Handle:
         """Starts to replace `tensor` by its mean over ranks, added in rank order.
 
-        Ranks of a mesh are added row by row, like exchanges inside and across its rows. Without
-        a parcel all of it travels in full width. `trailer` is no part of the parcel, and becomes
-        its sum over ranks. With `is_alike` the trailer travels first, and `tensor` only if this
-        returns True for it, as it must on all ranks or none: if a message is longer than the memory
-        for it, gloo ends the process.
+        Without a parcel all of it travels in full width. `trailer` is no part of the parcel, and
+        becomes its sum over ranks. With `is_alike` the trailer travels first, and `tensor` only if
+        this returns True for it, as it must on all ranks or none: if a message is longer than the
+        memory for it, gloo ends the process.
         """
         if parcel is None:
             parcel = _whole(tensor, self.group)
@@ -138,8 +135,8 @@ class P2PCollectives:
         """Starts an all-reduce of a tensor that is ready when `before` is complete.
 
         `trailer` becomes its sum over ranks. `before` are reduce-scatters over other ranks, each
-        followed by one of these, in the same order. If no order is required, a tensor in full width
-        is sent in the trailer's dtype, as in an all-reduce of the backend's.
+        followed by one of these, in the same order. A tensor in full width is sent in the trailer's
+        dtype.
         """
         tag = next(self._tags)
 
@@ -151,8 +148,7 @@ class P2PCollectives:
             if parcel.is_narrow or trailer.dtype == torch.float16:
                 tensor.div_(divisor)
                 divisor = 1
-            is_cast = not (parcel.is_narrow or self._in_order)
-            values = tensor.to(trailer.dtype) if is_cast else tensor
+            values = tensor if parcel.is_narrow else tensor.to(trailer.dtype)
             sent = parcel.messages(values, self._taken)
             return self._post_all_reduce(sent, tensor, parcel, divisor, tag, trailer)
 
@@ -289,7 +285,7 @@ class P2PCollectives:
     def _add_up(self, arriving: _Arriving, parcel: Parcel, into: Tensor) -> Tensor:
         received, works = arriving
         _wait_for(works)
-        parcel.add_up(received, self.group.rank, into=into, rows=self.group.user.row_places)
+        parcel.add_up(received, self.group.rank, into=into)
         del received[self.group.rank]  # a part of the bucket
         self._give_back(received)
         return into
@@ -406,17 +402,23 @@ class BackendCollectives:
         with hardware.use(self._side):
             before.wait()
             of_trailer = self.group.all_reduce_async(trailer)
-            if parcel.is_narrow or self._in_order:
-                divisor = self._divisor
-                if parcel.is_narrow:  # sums over the inner ranks may be too large for the format
-                    tensor.div_(divisor)
-                    divisor = 1
-                mean = self._all_reduce(tensor, parcel, divisor)
-                return Handle(*of_trailer.works, *mean.works, finish=mean.wait)
-            sent = tensor.div(self._divisor).to(trailer.dtype)
-            work = self.group.all_reduce_async(sent)
-        works = (*of_trailer.works, *work.works)
-        return Handle(*works, finish=lambda: tensor.copy_(hardware.keep(sent)))
+            divisor, adds_here = self._divisor, parcel.is_narrow or self._in_order
+            # Sums over the inner ranks may be too large for a narrow format.
+            if parcel.is_narrow or trailer.dtype == torch.float16 or not adds_here:
+                tensor.div_(divisor)
+                divisor = 1
+            sent = tensor if parcel.is_narrow else tensor.to(trailer.dtype)
+            if adds_here:
+                mean = self._all_reduce(sent, parcel, divisor)
+            else:
+                mean = self.group.all_reduce_async(sent)
+
+        def finish() -> None:
+            mean.wait()
+            if sent is not tensor:
+                tensor.copy_(hardware.keep(sent))
+
+        return Handle(*of_trailer.works, *mean.works, finish=finish)
 
     def all_gather(
         self, flat: Tensor, parts: Sequence[range], *, number: int, then: Task | None = None
@@ -514,7 +516,7 @@ class BackendCollectives:
     def _add_up(self, messages: Sequence[Tensor], parcel: Parcel, into: Tensor) -> None:
         for message in messages:
             self.group.hardware.keep(message)
-        parcel.add_up(messages, self.group.rank, into=into, rows=self.group.user.row_places)
+        parcel.add_up(messages, self.group.rank, into=into)
 
 
 def _whole(tensor: Tensor, group: OwnGroup) -> Parcel:
@@ -554,9 +556,9 @@ def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Co
         where='ShardedOptimizer, reduction="ordered", or wire=...',
         remedy='Initialize torch.distributed with "nccl" to train on GPUs.',
     )
-    is_posted = group.can.send_from_host
-    kind: type[Collectives] = P2PCollectives if is_posted else BackendCollectives
-    return kind(group, in_order=config.reduction == "ordered", divisor=divisor)
+    if group.can.send_from_host:
+        return P2PCollectives(group, divisor=divisor)
+    return BackendCollectives(group, in_order=config.reduction == "ordered", divisor=divisor)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

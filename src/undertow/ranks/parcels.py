@@ -55,14 +55,9 @@ class FullWidth:
         index: int,
         *,
         into: Tensor,
-        rows: Sequence[Sequence[int]],
     ) -> None:
-        """Writes the sum of the messages that all ranks have sent of one part into `into`.
-
-        With the `rows` of a mesh, which list positions of ranks, it adds each row and then the
-        rows.
-        """
-        sum_in_order(messages, into=into, rows=rows)
+        """Writes the sum of the messages that all ranks have sent of one part into `into`."""
+        sum_in_order(messages, into=into)
 
     def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
         """Writes the values of the message of each part into the whole bucket `into`."""
@@ -148,15 +143,10 @@ class Encoded:
         index: int,
         *,
         into: Tensor,
-        rows: Sequence[Sequence[int]],
     ) -> None:
         with self._noted("decode"):
-            for number, row in enumerate(rows or [range(len(messages))]):
-                of_row = into if number == 0 else torch.empty_like(into)
-                for place, rank in enumerate(row):
-                    self._decode(messages[rank], index, of_row, adds=place > 0)
-                if number > 0:
-                    into.add_(of_row)
+            for rank, message in enumerate(messages):
+                self._decode(message, index, into, adds=rank > 0)
 
     def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
         self._decode_all(messages, into, adds=False)
@@ -201,16 +191,8 @@ class Encoded:
 Parcel: TypeAlias = FullWidth | Encoded
 
 
-def sum_in_order(
-    parts: Sequence[Tensor], *, into: Tensor, rows: Sequence[Sequence[int]] = ()
-) -> Tensor:
-    """Adds `parts` in their order; the order in torch.sum depends on the position of an element.
-
-    With the `rows` of a mesh, which list positions of ranks, it adds each row and then the rows.
-    """
-    if rows:
-        of_rows = ([parts[place] for place in row] for row in rows)
-        parts = [sum_in_order(row, into=torch.empty_like(into)) for row in of_rows]
+def sum_in_order(parts: Sequence[Tensor], *, into: Tensor) -> Tensor:
+    """Adds `parts` in their order; the order in torch.sum depends on the position of an element."""
     first, *rest = parts
     if rest and first.dtype == into.dtype:  # saves one pass over memory
         torch.add(first, rest.pop(0), out=into)

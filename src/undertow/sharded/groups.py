@@ -33,7 +33,6 @@ class ShardGroups:
         self.rank, self.num_ranks = user.rank, len(user.ranks)
         self._wires = config.wires
         self.param_wire = config.param_wire
-        self._in_order = config.reduction == "ordered"
         device = all_ranks.device
         axes = [
             OwnGroup(axis, device=device, limits=config, within=all_ranks) for axis in user.axes()
@@ -111,9 +110,7 @@ class ShardGroups:
         """Returns the bytes of a bucket that are passed to collectives, over both axes."""
         num_bytes = inside.payload(spec.itemsize) + spec.trailer_bytes
         if across is not None:
-            dtype = getattr(torch, spec.dtype)
-            sent = accumulation_dtype(dtype) if self._in_order else dtype
-            num_bytes += across.payload(sent.itemsize) + spec.trailer_bytes
+            num_bytes += across.payload(spec.itemsize) + spec.trailer_bytes
         return num_bytes
 
     @property

@@ -174,7 +174,9 @@ class Sharding(Layout):
                     if not grad.is_cleared:
                         whole[slot.param] = grad.part.new_empty(slot.stop - slot.start)
             if whole:
-                self.gather_whole(bucket, self.buckets[bucket.index].shard, whole)
+                # kept, because nothing holds this layout any more
+                own = self.group.hardware.keep(self.buckets[bucket.index].shard)
+                self.gather_whole(bucket, own, whole)
             for index, grad in held.items():
                 to._take_gradient(index, grad, whole.get(index), self.strides[index])
 
