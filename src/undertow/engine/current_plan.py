@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import ClassVar, Protocol
 
 import torch
@@ -38,6 +39,7 @@ from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, plan_in_order
 from undertow.ranks.agreement import surroundings
 from undertow.ranks.transport import Handle, OwnGroup
+from undertow.torch_private import private
 
 _log = logging.getLogger("undertow")
 
@@ -83,8 +85,11 @@ class CurrentPlan:
     tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
     """
 
-    # Of the models of this process. Threads of other ranks are there in tests only.
+    # Models of this process that one backward has reached, which is not over: only these wait for
+    # each other. Threads of other ranks are there in tests only.
     _voting: ClassVar[weakref.WeakSet[CurrentPlan]] = weakref.WeakSet()
+    _leaving: ClassVar[weakref.WeakSet[CurrentPlan]] = weakref.WeakSet()
+    _numbers: ClassVar[Iterator[int]] = count()  # in the order in which models are made
 
     def __init__(
         self,
@@ -96,6 +101,7 @@ class CurrentPlan:
     ) -> None:
         self.members, self.group = members, group
         self._recorder, self._listeners = recorder, listeners
+        self._number = next(self._numbers)
         self.change: Change | None = None
         self.vote: Vote | None = None  # no bucket leaves before `end_vote`
         self.shards: Shards | None = None  # if a sharded optimizer steps
@@ -211,6 +217,23 @@ class CurrentPlan:
         reducer = self.compiled.reducer if self.change is None else self.change.reducer
         return reducer.hook
 
+    @property
+    def changes_params(self) -> bool:
+        """True if parameters change, and not only a communication hook."""
+        return self.change is not None and self.change.reducer.hook is self.compiled.reducer.hook
+
+    @property
+    def is_earlier_leaving(self) -> bool:
+        """True if a model that was made earlier on this rank is about to rebuild.
+
+        Ranks wait in a rebuild, and one backward may reach the models in another order on another
+        rank. So the models of a rank rebuild in the order in which they were made.
+        """
+        rank = self.group.name
+        return self in self._leaving and any(
+            each._number < self._number and each.group.name == rank for each in list(self._leaving)
+        )
+
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
         changed = () if self.change is None else self.change.named_params
@@ -228,6 +251,12 @@ class CurrentPlan:
             raise part_of_another(name)
         self.compiled.layout.make_gradients_whole(change.named_params)
         self.note_written()
+        if private.graph_task_id() != -1:
+            self._leaving.add(self)
+
+    def has_left(self) -> None:
+        """Called when a rebuild has ended, with or without success."""
+        self._leaving.discard(self)
 
     def new_params(self) -> list[tuple[str, Tensor]]:
         """Returns the module's parameters whose values the ranks have not compared or averaged."""
@@ -270,6 +299,7 @@ class CurrentPlan:
         """Removes all hooks."""
         self._end_registrations()
         self._voting.discard(self)
+        self._leaving.discard(self)
         self.compiled.reducer.close()
         self.hooks.close()
         self._factor.follow(())
@@ -335,7 +365,8 @@ class CurrentPlan:
         told = torch.tensor([failed], dtype=torch.int64).to(group.device)
         name = "whether every rank has the next plan"
         self.vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
-        self._voting.add(self)
+        if private.graph_task_id() != -1:
+            self._voting.add(self)
 
     @property
     def is_other_voting(self) -> bool:

@@ -253,7 +253,10 @@ class Engine:
         ending = self._round
         if ending is None or ending.stage is None:
             return
-        if self.current_plan.vote is None and self.current_plan.is_other_voting:
+        current_plan = self.current_plan
+        if current_plan.vote is None and (
+            current_plan.is_other_voting or current_plan.is_earlier_leaving
+        ):
             private.call_after_backward(self._wait_after_others)  # all send before one waits
             return
         try:
@@ -342,15 +345,19 @@ class Engine:
         return partial(self._tell_of_change, ending)
 
     def _tell_of_change(self, ending: Round) -> Stage:
-        """Sends the buckets of the plan in force; this counts as a synchronization."""
+        """Sends the buckets of the plan in force; this counts as a synchronization, but not if only
+        a communication hook is new."""
         mode = None if ending.kind is RoundKind.SHADOW else self.progress.steps.mode
         terms = Terms(number=self.progress.num_rounds, mode=mode)
-        self.progress.num_rounds += 1
+        self.progress.num_rounds += self.current_plan.changes_params
         told = tell_of_change(self.current_plan, terms)
         return partial(self._rebuild, ending, told)
 
     def _rebuild(self, ending: Round, told: Round) -> Stage:
-        rebuild(self.current_plan, told)
+        try:
+            rebuild(self.current_plan, told)
+        finally:
+            self.current_plan.has_left()
         return self._start_late(ending)
 
     def _start_late(self, ending: Round) -> Stage:

@@ -197,3 +197,25 @@ def test_it_is_the_same_error_whenever_it_comes_and_with_shards(change: str, whe
     assert first
     assert first == second
     assert at == at_second
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_backward_does_not_wait_for_a_model_that_leaves_outside_of_it(order: tuple[int, int]) -> None:
+    def on_rank(rank: Rank) -> None:
+        models = [Training(rank, "ddp") for _ in range(2)]
+        early, late = (models[index] for index in order)
+        for training in models:
+            training.step()
+            training.module.zero_grad()
+            training.module.units[2].requires_grad_(True)
+        with early.sync.accumulate():
+            early.loss().backward()
+        reduction = early.sync.reduce_gradients_async()
+        late.loss().backward()
+        reduction.wait()
+        for training in models:
+            grads = rank.gather([param.grad.clone() for param in training.module.parameters()])
+            assert all(map(torch.equal, grads[0], grads[1]))
+            training.sync.close()
+
+    ranks_of(2, on_rank)
