@@ -33,9 +33,9 @@ from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
 from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.engine import params as module_params
 from undertow.engine import tuning
+from undertow.engine.compiled import CompiledPlan
 from undertow.engine.engine import Engine
 from undertow.engine.measuring import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
-from undertow.engine.round import CompiledPlan
 from undertow.engine.trying import NUM_STEPS_COUNTED, Trying
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts

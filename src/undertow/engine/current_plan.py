@@ -25,6 +25,7 @@ from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
 from undertow.device import device_of
 from undertow.engine.agreed_errors import part_of_another
+from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import (
     GradientFactor,
     Listeners,
@@ -33,7 +34,6 @@ from undertow.engine.hooks import (
     earlier_watchers,
 )
 from undertow.engine.params import ModuleParams
-from undertow.engine.round import CompiledPlan
 from undertow.engine.tuning import Tuning
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, plan_in_order

@@ -1,222 +1,37 @@
-"""A plan ready to run, and one round under it: a synchronization, or a backward that only
-accumulates.
+"""One round under a plan: a synchronization, or a backward that only accumulates.
 
 Reasons: docs/design/buckets.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import TypeAlias, Union
 
 import torch
-from torch import Tensor
 
-from undertow.buckets.bucket import Layout, LiveBucket, Shared
-from undertow.buckets.recorder import Recorder
-from undertow.buckets.reducer import Reducer
-from undertow.buckets.trailer import Facts, Reading, Snapshot
+from undertow.buckets.bucket import LiveBucket
+from undertow.buckets.trailer import Facts, Reading
 from undertow.device import Accelerator
+from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
-from undertow.engine.measuring import Present
 from undertow.engine.step_settings import Settings
-from undertow.errors import UndertowError
-from undertow.plan import Bucket, Plan, signature_of
-from undertow.ranks.dither import Rotation
-from undertow.ranks.transport import OwnGroup
-from undertow.schedule import Op, OpKind, Strategy, lower_data_parallel
+from undertow.plan import Bucket, signature_of
+from undertow.schedule import OpKind
 from undertow.torch_private import private
-from undertow.wire import WIRES
 
 # A part of a round between two waits for other ranks; returns the next part.
 Stage: TypeAlias = Callable[[], Union["Stage", None]]
 
-_LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
-_NUM_ROUNDS_READ_AT_ONCE = 2  # on a device, where the host waits for it
 # by trailers; a codec keeps the bits that it has written, and need not keep more
 _NUM_STEPS_TOLD_APART = 64
 
 _gradient_of = attrgetter("grad")
-
-
-class CompiledPlan:
-    """A plan over `params`, ready to run; `generation` counts the plans of an engine.
-
-    It takes the place of the plan `before`: trailers on their way pass to it, and memory for
-    messages is freed, because others have other sizes.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        params: Sequence[Tensor],
-        reducer: Reducer,
-        recorder: Recorder,
-        *,
-        before: CompiledPlan | None = None,
-        layout: Layout | None = None,
-    ) -> None:
-        self.plan = plan
-        self.params = tuple(params)
-        # of this moment, as buckets are laid out
-        self.strides = tuple(param.stride() for param in params)
-        self.reducer, self.recorder = reducer, recorder
-        self.layout = Layout(reducer.group) if layout is None else layout
-        self.generation = 0
-        self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
-        is_host = reducer.group.hardware.is_host
-        self.turns: Rotation = Rotation(is_host=is_host) if before is None else before.turns
-        if before is not None:
-            self.generation = before.generation + 1
-            self.snapshots += before.snapshots
-            before.release_messages()
-        self.is_profiling = False  # torch's profiler runs
-        self._num_rounds = 0
-
-    @cached_property
-    def buckets(self) -> Sequence[LiveBucket]:
-        """Constructed at the first access: a group of one rank never needs them."""
-        shared = Shared(self.plan, self.params, self.reducer, self.recorder)
-        return self.layout.live_buckets(shared)
-
-    @cached_property
-    def group(self) -> OwnGroup:
-        """The ranks that its reductions wait for.
-
-        With shards over another clone than `reducer.group`, which late gradients use.
-        """
-        return self.layout.group
-
-    @cached_property
-    def strategy(self) -> Strategy:
-        return self.layout.strategy
-
-    @cached_property
-    def cut_bytes(self) -> int:
-        """The bucket size at which torch.compile cuts graphs, or 0 if they stay whole."""
-        largest = max((bucket.num_bytes for bucket in self.plan.buckets), default=0)
-        return largest if self.plan.num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
-
-    @property
-    def present(self) -> Present:
-        return Present(
-            plan=self.plan, generation=self.generation, has_shards=self.strategy.gather is not None
-        )
-
-    def round_begins(self, *, is_synchronized: bool) -> list[Reading]:
-        """Called when a round starts.
-
-        Returns the contents of earlier trailers that have reached the host since, once. Only a
-        synchronization takes them, because an accumulation draws no conclusions.
-        """
-        self.is_profiling = private.is_profiling()
-        self._num_rounds += is_synchronized
-        if self.reducer.hook is not None:
-            self.reducer.hook.begin_round()
-        if self.reducer.finite is not None:
-            self.reducer.finite.begin()
-        # In case no forward has. Autograd detects most parameters that were read too early.
-        self.layout.wait_for_parameters()
-        if is_synchronized and any(self.plan.wires):
-            if any(wire is not None and WIRES[wire].is_dithered for wire in self.plan.wires):
-                self.turns.advance(self.params)
-            self.reducer.lost.begin()
-        if not self.snapshots or not is_synchronized:
-            return []
-        there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]
-        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in there]
-        return [reading for snapshot in there if (reading := snapshot.read()) is not None]
-
-    @property
-    def is_learning(self) -> bool:
-        """True in the first rounds, whose trailers are read at once on devices too.
-
-        They show late arrivals, which the following rounds expect.
-        """
-        return self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
-
-    def run(self, kind: OpKind, act: Callable[[LiveBucket], object], bucket: LiveBucket) -> None:
-        """Calls `act(bucket)`, which is an op of this kind: it packs, sends, binds or gathers.
-
-        Tests may watch ops, and torch's profiler shows them. If one fails, every rank is told:
-        others wait for its message, unless it only binds.
-        """
-        try:
-            if self.recorder.observer is None and not self.is_profiling:
-                act(bucket)
-            else:
-                self._run_observed(kind, act, bucket)
-        except BaseException as error:
-            if kind is not OpKind.BIND and not isinstance(error, UndertowError):
-                self.group.watch.fail(error)
-            raise
-
-    def _run_observed(
-        self, kind: OpKind, act: Callable[[LiveBucket], object], bucket: LiveBucket
-    ) -> None:
-        op, observer = self._ops[kind, bucket.spec.index], self.recorder.observer
-        with (
-            torch.profiler.record_function(f"undertow.{op.label}")
-            if self.is_profiling
-            else nullcontext(),
-            nullcontext() if observer is None else observer(op),
-        ):
-            act(bucket)
-
-    @cached_property
-    def _ops(self) -> dict[tuple[OpKind, int | None], Op]:
-        """The ops of the schedule, which is data for reports, tests and the simulator: buckets
-        leave by a counter (`Round`), and a test compares the two orders."""
-        overlap = self.reducer.config.overlap
-        schedule = lower_data_parallel(len(self.plan.buckets), self.strategy, overlap=overlap)
-        return {(op.kind, op.bucket): op for op in schedule.ops}
-
-    def is_completed(self) -> bool:
-        """Returns True if the collectives of all buckets are complete."""
-        return all(handle.is_completed() for bucket in self.buckets for handle in bucket.handles)
-
-    def note_known(self) -> None:
-        """Called when a step begins: marks present tensors in `.grad` as known."""
-        for bucket in self.buckets:
-            bucket.note_known()
-
-    def written(self, params: Collection[int]) -> set[int]:
-        """Returns the `params` whose `.grad` was written without a gradient from autograd."""
-        if not params:
-            return set()
-        return {
-            param
-            for bucket in self.buckets
-            for position, param in enumerate(bucket.spec.params)
-            if param in params and bucket.is_written(position)
-        }
-
-    def has_result(self) -> bool:
-        """Returns True if some `.grad` still holds the result of a round, changed or not, and was
-        not zeroed."""
-        return any(bucket.has_result() for bucket in self.buckets)
-
-    def release_messages(self) -> None:
-        """Frees the memory that exchanges keep for later messages."""
-        for exchanges in (self.reducer.exchanges, *self.layout.exchanges):
-            if exchanges is not None:
-                exchanges.release()
-
-    def let_go(self) -> None:
-        """Frees the buckets. The next plan's buckets then take no pages that are new to the
-        process.
-
-        If memory is too small for them, this plan is gone too, and training ends.
-        """
-        made = self.__dict__.get("buckets", ())  # none if their memory could not be had
-        for bucket in made:
-            bucket.release()
 
 
 class RoundKind(Enum):

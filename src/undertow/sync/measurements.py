@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
+from undertow.engine.compiled import CompiledPlan
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import ParamHooks
-from undertow.engine.round import CompiledPlan
 from undertow.engine.tuning import may_move, why_fixed
 from undertow.errors import PhaseError
 from undertow.profile import Profile
