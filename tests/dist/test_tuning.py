@@ -24,6 +24,7 @@ from support.models import CASES
 from support.naive import TIMEOUT_S, wrapped
 from support.programs import Program, run
 from support.ranks import in_ranks
+from support.records import printed
 from support.scripted import all_in_one, one_each, scripted
 from support.sharded import parameters, require_equal, training
 from support.timed import Timed
@@ -348,3 +349,6 @@ def test_gradients_are_right_if_a_rank_has_no_memory_for_the_next_plan(refusing_
             train(twin, other, MLP.loss, steps=[step])
         assert len(ddp.plan.buckets) == 1
         require_equal(parameters(ddp), parameters(twin))
+        (failure,) = ddp.report().not_tried
+        assert failure.endswith(f": rank {refusing_rank} could not make its buckets")
+        assert f"the present one stayed: {failure}" in " ".join(printed(ddp.report(), width=200).split())

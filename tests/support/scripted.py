@@ -7,6 +7,7 @@ from typing import Any
 
 from support.inside import trials_are
 from undertow.plan import Groups, Plan, plan_from_groups
+from undertow.tune.trials import Trial
 
 
 def all_in_one(plan: Plan) -> Groups:
@@ -42,7 +43,8 @@ class ScriptedTrials:
         self.present, self.are_over = self.candidate, True
 
     def fail(self, reason: str) -> None:
-        self.present, self.failure = self.before, reason
+        self.present = self.before
+        self.done.append(Trial(plan=self.candidate, label="the candidate", failure=reason))
 
     def texts(self) -> tuple[str, ...]:
         return ()

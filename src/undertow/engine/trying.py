@@ -147,6 +147,12 @@ class Trying:
             return "no other plan is worth a trial"
         return f"{plans} tried in {self.num_steps} steps, none 2 % faster"
 
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """A text for each plan that some rank could not make."""
+        done = () if self.trials is None else self.trials.done
+        return tuple(str(trial) for trial in done if trial.failure)
+
     def texts(self) -> tuple[str, ...]:
         """Returns a line for each plan that was tried."""
         return () if self.trials is None else self.trials.texts()

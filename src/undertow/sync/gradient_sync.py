@@ -46,7 +46,12 @@ from undertow.sharded.steps import ShardedSteps, full_gradient
 from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
 from undertow.sync.late_backward import warn_of_late_backward
-from undertow.sync.measurements import explanation_of, measured_profile, sweep
+from undertow.sync.measurements import (
+    explanation_of,
+    measured_profile,
+    plans_not_tried,
+    sweep,
+)
 from undertow.sync.tracing import save_trace, trace_at_end
 from undertow.torch_private import private
 from undertow.torch_private.module_hook import ModuleHook, before_loads, cut_graphs
@@ -401,6 +406,7 @@ class GradientSync:
         return dataclasses.replace(
             report,
             why_fixed=why_fixed(compiled.reducer),
+            not_tried=plans_not_tried(engine.current_plan.hooks),
             wire=self._config.wire,
             param_wire=self._config.param_wire,
             zeroed=compiled.reducer.lost.share,

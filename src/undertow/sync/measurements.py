@@ -62,6 +62,13 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
     )
 
 
+def plans_not_tried(hooks: ParamHooks) -> tuple[str, ...]:
+    """Returns a text for each plan that could not be tried, because of memory for example."""
+    if hooks.tuning is None or hooks.tuning.trying is None:
+        return ()
+    return hooks.tuning.trying.failures
+
+
 def _why(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> str:
     """Returns the reason for the plan in force."""
     why = why_fixed(compiled.reducer)

@@ -107,6 +107,7 @@ class StepReport(Shown):
     plan_since: int | None = None
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
     why_fixed: str = ""  # why no other plan is tried; empty if some are
+    not_tried: tuple[str, ...] = ()  # plans that could not be tried, and why
     # the settings of this name
     wire: str | tuple[str | None, ...] | None = None
     param_wire: str | None = None
@@ -395,6 +396,11 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
         yield (
             f"{report.zeroed:.0%} of the gradient values that are not zero arrive as zero, because "
             "they are small in their block (the last count)."
+        )
+    if report.not_tried:
+        yield (
+            "Plans that could not be tried, so that the present one stayed: "
+            f"{'; '.join(report.not_tried)}"
         )
     if report.num_skipped > 0:
         yield f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}"
