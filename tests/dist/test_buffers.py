@@ -284,6 +284,21 @@ def test_a_buffer_that_cannot_be_sent_may_be_ignored_or_not_be_shared(kind: str)
 
 
 @in_ranks(2)
+def test_a_buffer_that_cannot_be_sent_may_be_replaced_by_one_that_can() -> None:
+    model = cached()
+    with wrapped(model) as ddp:
+        ddp(torch.ones(1, 2)).sum().backward()
+        model.linear.scale = nn.Parameter(torch.ones(2))
+        model.linear.register_buffer("odd", torch.eye(2).to_sparse())
+        ddp(torch.ones(1, 2)).sum().backward()
+        for _ in range(2):
+            assert "buffer 'linear.odd' is a tensor whose layout" in text_of(ConfigError, lambda: ddp(torch.ones(1, 2)))
+        model.linear.odd = torch.full((2,), 1.0 + dist.get_rank())
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert model.linear.odd.tolist() == [1.0, 1.0]
+
+
+@in_ranks(2)
 def test_buffers_are_read_again_when_parameters_change() -> None:
     model, rank = cached(), dist.get_rank()
     with wrapped(model) as ddp:

@@ -406,6 +406,32 @@ def test_parts_that_are_trained_in_turns_step_on_means(how: str, turns: str, is_
         sync.close()
 
 
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_parts_in_turns_are_stepped_in_shards_with_closures_that_do_nothing() -> None:
+    """As Lightning calls optimizers after a backward by hand."""
+    model = Adversaries()
+    bare = copy.deepcopy(model)
+    with wrapped(model, strategy="zero1", bucket_cap_mb=1e-6) as ddp:
+        optimizers = [ShardedOptimizer(SGD, ddp, part.parameters(), lr=0.25) for part in model.children()]
+
+        def turns(x: Tensor) -> None:
+            for number, (turn, part) in enumerate(model.named_children()):
+                for name, child in model.named_children():
+                    child.requires_grad_(name == turn)
+                model.loss(turn, x).backward()
+                optimizers[number].step(lambda: None)
+                part.zero_grad()
+                model.requires_grad_(True)
+
+        model.forward = lambda x, *_: turns(x)
+        for step in range(4):
+            x = noise(3, 4, step=step)
+            ddp(x)
+            bare(x, "generator discriminator", naive_mean)
+        ddp.wait()
+        assert all(map(torch.equal, model.parameters(), bare.parameters()))
+
+
 @in_ranks(2)
 def test_what_another_wrapper_trains_is_its_own() -> None:
     """One holds a frozen discriminator, which is trained in turns by the wrapper that it has to itself."""

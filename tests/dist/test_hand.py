@@ -508,8 +508,16 @@ def test_gradients_that_differ_between_ranks_are_an_error_on_every_rank_before_t
     what, where, remedy = text.splitlines()
     before, _, digest = where.rpartition(" ")
     assert (what, before, len(set(of_all_ranks(digest))), remedy) == (
-        "ranks gave gradients of different shapes or dtypes.",
+        "ranks gave gradients of different shapes or dtypes, or only some gave parameters.",
         f"  rank {dist.get_rank()}: {len(gradients)} gradients, digest",
         2,
         "  Give the gradients of the same parameters in the same order on every rank.",
     )
+
+
+@in_ranks(2)
+def test_parameters_that_only_one_rank_passes_are_an_error_on_both() -> None:
+    gradients = [torch.ones(2)]
+    parameters = gradients if dist.get_rank() == 0 else None
+    text = text_of(PlanMismatch, lambda: average_gradients(gradients, parameters))
+    assert text.startswith("ranks gave gradients of different shapes or dtypes, or only some gave parameters.")

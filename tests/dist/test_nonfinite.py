@@ -367,7 +367,8 @@ def test_what_is_not_finite_is_found_wherever_it_is(name: str) -> None:
         if "used by one" in name:
             assert [param.grad is None for param in ddp.parameters()] == [False] * 4 + [True] * 2
         if what:
-            assert text_of(NonFiniteGradient, optimizer.step) == f"{what}\n  synchronization 0, bucket {buckets}\n{REMEDY}"
+            number = int(name == "before a hook")  # the ranks have changed to the hook in one of its own
+            assert text_of(NonFiniteGradient, optimizer.step) == f"{what}\n  synchronization {number}, bucket {buckets}\n{REMEDY}"
         else:
             optimizer.step()
 

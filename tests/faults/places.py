@@ -37,7 +37,9 @@ class Place:
     def told(self, fault: Fault, kind: str, text: str) -> list[Ended]:
         """How the other ranks have ended: all with that error, in time."""
         found = outcomes(fault)
-        where = "the making of a process group" if self.step is None else f"synchronization {self.step}"
+        where = "the making of a process group"
+        if self.step is not None:
+            where = f"synchronization {self.step + (self.way == 'a hook')}"  # the change to the hook is one too
         for rank in fault.others:
             assert (found[rank].kind, found[rank].text, found[rank].seconds < WITHIN_S) == (
                 kind,

@@ -308,7 +308,6 @@ CHANGED = {
         for strategy, first in (
             ("ddp", "backward"),
             ("zero1", "accumulate"),
-            ("zero2", "accumulate"),
         )
     },
 }

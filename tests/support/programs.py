@@ -328,6 +328,7 @@ class Run:
 
     def reduce(self, op: str | None = None) -> None:
         self.handle.reduce_gradients_async(op).wait()
+        self.reference.has_shards = sharding_of(self.sync) is not None
         self._synchronize(op=op)
 
     def begin(self) -> None:

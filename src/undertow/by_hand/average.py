@@ -83,7 +83,7 @@ def average_gradients(
     are_there = [gradient is not None for gradient in given]
     place = values[0].device if values else torch.device("cpu")
     if group.size() > 1 and (device_of(place).is_host or parameters is not None):
-        _require_alike(values, group, place)
+        _require_alike(values, group, place, has_parameters=parameters is not None)
     if group.size() > 1 and parameters is not None:
         counts = torch.tensor(are_there, dtype=torch.int32, device=place)
         all_reduce_over(counts, group).wait()
@@ -117,15 +117,22 @@ def _means(values: Sequence[Tensor], group: dist.ProcessGroup, reference: GroupR
     return [found[id(value)] for value in values]
 
 
-def _require_alike(values: Sequence[Tensor], group: dist.ProcessGroup, place: torch.device) -> None:
-    """Raises PlanMismatch on every rank if ranks have different shapes or dtypes."""
+def _require_alike(
+    values: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    place: torch.device,
+    *,
+    has_parameters: bool,
+) -> None:
+    """Raises PlanMismatch on every rank if ranks have different shapes or dtypes, or if only some
+    have passed parameters."""
     described = [(tuple(value.shape), str(value.dtype)) for value in values]
-    digest = zlib.crc32(repr(described).encode())
+    digest = zlib.crc32(repr((has_parameters, described)).encode())
     largest = torch.tensor([digest, -digest], device=place)
     all_reduce_over(largest, group, dist.ReduceOp.MAX).wait()
     require(
         largest.tolist() == [digest, -digest],
-        "ranks gave gradients of different shapes or dtypes.",
+        "ranks gave gradients of different shapes or dtypes, or only some gave parameters.",
         where=f"rank {group.rank()}: {len(values)} gradients, digest {digest:08x}",
         remedy="Give the gradients of the same parameters in the same order on every rank.",
         error=PlanMismatch,

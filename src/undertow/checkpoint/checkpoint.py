@@ -70,9 +70,9 @@ def save_checkpoint(
     names_of = {
         id(param): name for name, param in tables.named_parameters(private.unwrapped(model))
     }
-    of_each = [settings_of(each, names_of) for each in optimizers]
+    of_each = [settings_of(each, names_of, names_of) for each in optimizers]
     settings = tuple(chain.from_iterable(of_each))
-    require_same_settings(ranks.from_all(text_of(settings, names_of)), where="save_checkpoint")
+    require_same_settings(ranks.from_all(text_of(settings)), where="save_checkpoint")
     is_sharded = any(isinstance(each, ShardedOptimizer) for each in optimizers)
     outer = outer_of(model)
     num_files = ranks.size if is_sharded else int(bool(optimizers))

@@ -1,7 +1,7 @@
 """The errors of a round: the same on every rank if its trailers report them."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from undertow.engine.round import Round
 from undertow.engine.step_settings import settings_differ, text_of
@@ -15,6 +15,11 @@ from undertow.errors import (
 )
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
+
+CHANGE_ALIKE = (
+    "Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every "
+    "rank."
+)
 
 
 def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> PhaseError:
@@ -40,12 +45,10 @@ def _place(ended: Round) -> str:
     return f"synchronization {ended.terms.number}{stepped[ended.terms.mode]}{op}"
 
 
-def require_sound(
-    ended: Round, group: OwnGroup, names: Mapping[int, str], *, taken: str = ""
-) -> None:
+def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
     """Raises, on every rank, the error that some rank has reported.
 
-    `names` has the names of parameters, by id. `taken` describes a gradient that is gone on this
+    `taken` describes a gradient that is gone on this
     rank.
     """
     number = ended.terms.number
@@ -79,7 +82,7 @@ def require_sound(
             "the log of that rank.",
         )
     if "settings" in ended.found.unlike and not ended.has_failed:
-        raise settings_differ(group.watch.ask(text_of(ended.terms.settings, names)), where=where)
+        raise settings_differ(group.watch.ask(text_of(ended.terms.settings)), where=where)
 
 
 def not_waited_for(number: int) -> PhaseError:
@@ -104,8 +107,7 @@ def changed_unlike(ended: Round, group: OwnGroup, change: str) -> PlanMismatch |
         f"{', '.join(map(str, changed))} and not on rank "
         f"{unchanged}.",
         where=f"synchronization {ended.terms.number}, rank {group.name}{change and f': {change}'}",
-        remedy="Freeze, unfreeze, add and replace parameters, and register hooks, in the same "
-        "step on every rank.",
+        remedy=CHANGE_ALIKE,
     )
 
 

@@ -266,12 +266,13 @@ class Loads:
         self._settled_in = number
 
 
-def _has_bits(param: Tensor) -> bool:
+def has_bits(param: Tensor) -> bool:
     """Returns True except for parameters that are more, or less, than their elements.
 
     Quantized ones, ones to be made.
     """
-    return type(param) is nn.Parameter and not param.is_meta
+    is_dense = param.layout is torch.strided and not param.is_meta
+    return type(param) is nn.Parameter and is_dense
 
 
 class Checks:
@@ -319,7 +320,7 @@ class Checks:
     def _send(self, ended: Round) -> _Sent:
         current_plan, group = self._current_plan, self._current_plan.group
         present = (*current_plan.hooks.named_params, *current_plan.members.common_frozen)
-        params = {name: param for name, param in present if _has_bits(param)}
+        params = {name: param for name, param in present if has_bits(param)}
         # The parameters of a rank that shadows the others may differ.
         mine = torch.tensor(
             [ended.kind is not RoundKind.SHADOW, self.loads.are_here],

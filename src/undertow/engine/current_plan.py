@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from undertow.device import device_of
 from undertow.engine.agreed_errors import part_of_another
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import (
+    BackwardToken,
     GradientFactor,
     Listeners,
     ParamHooks,
@@ -37,11 +38,11 @@ from undertow.engine.params import ModuleParams
 from undertow.engine.tuning import Tuning
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, plan_in_order
-from undertow.ranks.agreement import surroundings
+from undertow.ranks.agreement import BUILD_ALIKE, surroundings
 from undertow.ranks.transport import Handle, OwnGroup
-from undertow.torch_private import private
 
 _log = logging.getLogger("undertow")
+_Tokens: TypeAlias = weakref.WeakKeyDictionary["CurrentPlan", BackwardToken]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,10 @@ class CurrentPlan:
     tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
     """
 
-    # Models of this process that one backward has reached, which is not over: only these wait for
-    # each other. Threads of other ranks are there in tests only.
-    _voting: ClassVar[weakref.WeakSet[CurrentPlan]] = weakref.WeakSet()
-    _leaving: ClassVar[weakref.WeakSet[CurrentPlan]] = weakref.WeakSet()
+    # Models of this process whose ranks are about to wait for each other, each with the backward in
+    # which that is: one backward may reach several. Threads of other ranks are there in tests only.
+    _voting: ClassVar[_Tokens] = weakref.WeakKeyDictionary()
+    _leaving: ClassVar[_Tokens] = weakref.WeakKeyDictionary()
     _numbers: ClassVar[Iterator[int]] = count()  # in the order in which models are made
 
     def __init__(
@@ -218,11 +219,6 @@ class CurrentPlan:
         return reducer.hook
 
     @property
-    def changes_params(self) -> bool:
-        """True if parameters change, and not only a communication hook."""
-        return self.change is not None and self.change.reducer.hook is self.compiled.reducer.hook
-
-    @property
     def is_earlier_leaving(self) -> bool:
         """True if a model that was made earlier on this rank is about to rebuild.
 
@@ -231,7 +227,8 @@ class CurrentPlan:
         """
         rank = self.group.name
         return self in self._leaving and any(
-            each._number < self._number and each.group.name == rank for each in list(self._leaving)
+            each._number < self._number and each.group.name == rank and is_running
+            for each, is_running in list(self._leaving.items())
         )
 
     def all_params(self) -> list[Tensor]:
@@ -251,12 +248,11 @@ class CurrentPlan:
             raise part_of_another(name)
         self.compiled.layout.make_gradients_whole(change.named_params)
         self.note_written()
-        if private.graph_task_id() != -1:
-            self._leaving.add(self)
+        self._leaving[self] = BackwardToken()
 
     def has_left(self) -> None:
         """Called when a rebuild has ended, with or without success."""
-        self._leaving.discard(self)
+        self._leaving.pop(self, None)
 
     def new_params(self) -> list[tuple[str, Tensor]]:
         """Returns the module's parameters whose values the ranks have not compared or averaged."""
@@ -298,8 +294,8 @@ class CurrentPlan:
     def close(self) -> None:
         """Removes all hooks."""
         self._end_registrations()
-        self._voting.discard(self)
-        self._leaving.discard(self)
+        self._voting.pop(self, None)
+        self._leaving.pop(self, None)
         self.compiled.reducer.close()
         self.hooks.close()
         self._factor.follow(())
@@ -365,15 +361,17 @@ class CurrentPlan:
         told = torch.tensor([failed], dtype=torch.int64).to(group.device)
         name = "whether every rank has the next plan"
         self.vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
-        if private.graph_task_id() != -1:
-            self._voting.add(self)
+        self._voting[self] = BackwardToken()
 
     @property
     def is_other_voting(self) -> bool:
         """True if the plan of another model on this rank waits for a vote, and sends nothing before
         it ends."""
         rank = self.group.name
-        return any(each is not self and each.group.name == rank for each in list(self._voting))
+        return any(
+            each is not self and each.group.name == rank and is_running
+            for each, is_running in list(self._voting.items())
+        )
 
     def end_vote(self) -> None:
         """Waits until all ranks have told if they have the plan; if one has not, all return to the
@@ -381,7 +379,7 @@ class CurrentPlan:
         vote, self.vote = self.vote, None
         if vote is None:
             return
-        self._voting.discard(self)
+        self._voting.pop(self, None)
         vote.handle.wait()
         rank = int(vote.failed.item())
         if rank >= 0:
@@ -481,11 +479,18 @@ class CurrentPlan:
         return all(each in planned for each in wanted)
 
     def require_alike(
-        self, plan: Plan, params: Sequence[Tensor], reducer: Reducer, *, new: Sequence[str] = ()
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        reducer: Reducer,
+        *,
+        new: Sequence[str] = (),
+        remedy: str = BUILD_ALIKE,
     ) -> None:
         """Compares the parameters and settings of all ranks, and the names of `new` parameters.
 
-        A collective call. Raises PlanMismatch, on every rank, if ranks differ.
+        A collective call. Raises PlanMismatch, on every rank, if ranks differ; if tensors do, the
+        error has this `remedy`.
         """
         hook = reducer.hook
         settings = {
@@ -493,7 +498,9 @@ class CurrentPlan:
             "communication hook": None if hook is None else hook.name,
             **self.compiled.reducer.config.to_dict(),
         }
-        self.members.require_alike(self.group, plan.params, params, settings, new=new)
+        self.members.require_alike(
+            self.group, plan.params, params, settings, new=new, remedy=remedy
+        )
 
     def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> Change:
         for name, param in named_params:

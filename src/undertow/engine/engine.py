@@ -107,6 +107,14 @@ class Engine:
         return self.progress.is_owed and self._meets
 
     @property
+    def is_closure_idle(self) -> bool:
+        """True if the optimizer that steps now had gradients before its closure, and the closure
+        has begun nothing: Lightning passes such closures after a backward by hand."""
+        progress = self.progress
+        is_same = progress.round_to_step_on == progress.num_rounds
+        return is_same and not progress.is_owed and self.current_plan.has_result
+
+    @property
     def is_step_empty(self) -> bool:
         """True if neither a training forward nor a synchronization has begun the step."""
         return not self.progress.is_owed and not (
@@ -280,7 +288,7 @@ class Engine:
             kind=kind,
             is_last=not self.is_accumulating,
             op=op,
-            holds_back=is_overtaken,
+            holds_back=is_overtaken or not current_plan.compiled.reducer.config.overlap,
             conclude=conclude,
         )
         if is_synchronized:
@@ -345,19 +353,24 @@ class Engine:
         return partial(self._tell_of_change, ending)
 
     def _tell_of_change(self, ending: Round) -> Stage:
-        """Sends the buckets of the plan in force; this counts as a synchronization, but not if only
-        a communication hook is new."""
+        """Sends the buckets of the plan in force."""
         mode = None if ending.kind is RoundKind.SHADOW else self.progress.steps.mode
         terms = Terms(number=self.progress.num_rounds, mode=mode)
-        self.progress.num_rounds += self.current_plan.changes_params
         told = tell_of_change(self.current_plan, terms)
         return partial(self._rebuild, ending, told)
 
     def _rebuild(self, ending: Round, told: Round) -> Stage:
+        """Leaves the plan in force with all ranks. This counts as a synchronization, also if the
+        ranks have not changed alike: one that has not changed at all has run one."""
+        progress = self.progress
         try:
             rebuild(self.current_plan, told)
+        except BaseException:
+            progress.round_ends(has_failed=True, is_last=ending.is_last)
+            raise
         finally:
             self.current_plan.has_left()
+        progress.num_rounds += 1
         return self._start_late(ending)
 
     def _start_late(self, ending: Round) -> Stage:
@@ -398,9 +411,7 @@ class Engine:
                 name, param = hooks.named_params[min(found.taken)]
                 taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
             try:
-                agreed_errors.require_sound(
-                    ended, current_plan.group, current_plan.members.names, taken=taken
-                )
+                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
                 if found.readings:
                     require_changed_alike(current_plan, ended)
             except UndertowError:

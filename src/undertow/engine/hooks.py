@@ -201,6 +201,32 @@ class ParamHooks:
         )
 
 
+class BackwardToken:
+    """True until the backward is over in which it was made, also by an exception.
+
+    False at once if it was made outside of a backward. Only the backward holds the callback.
+    """
+
+    def __init__(self) -> None:
+        self._callback: weakref.ref[_Nothing] | None = None
+        if private.graph_task_id() != -1:
+            callback = _Nothing()
+            private.call_after_backward(callback)
+            self._callback = weakref.ref(callback)
+
+    def __bool__(self) -> bool:
+        return self._callback is not None and self._callback() is not None
+
+
+class _Nothing:
+    """A callback at the end of a backward."""
+
+    __slots__ = ("__weakref__",)
+
+    def __call__(self) -> None:
+        """Does nothing."""
+
+
 def no_round(_bucket: int) -> None:
     """Called with a full bucket while no round runs that could send it."""
 

@@ -14,7 +14,13 @@ from torch.nn.parameter import is_lazy
 from undertow.device import device_of
 from undertow.errors import ConfigError
 from undertow.plan import ParamSpec
-from undertow.ranks.agreement import CommonBuffers, Place, require_agreement, why_not_sent
+from undertow.ranks.agreement import (
+    BUILD_ALIKE,
+    CommonBuffers,
+    Place,
+    require_agreement,
+    why_not_sent,
+)
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private, tables
 
@@ -201,11 +207,13 @@ class ModuleParams:
         params: Sequence[Tensor],
         settings: dict[str, Any],
         *,
-        new: Sequence[str],
+        new: Sequence[str] = (),
+        remedy: str = BUILD_ALIKE,
     ) -> None:
         """Compares these parameters and settings, frozen parameters and buffers of all ranks.
 
-        A collective call. Raises PlanMismatch, on every rank, if ranks differ.
+        A collective call. Raises PlanMismatch, on every rank, if ranks differ; if tensors do, the
+        error has this `remedy`.
         """
         buffers = self._synchronized(tables.named_buffers(self._present_module))
         require_agreement(
@@ -217,6 +225,7 @@ class ModuleParams:
                 *(_description_of_buffer(name, buffer) for name, buffer in buffers),
             ],
             new=new,
+            remedy=remedy,
         )
 
     def read_again(self) -> None:

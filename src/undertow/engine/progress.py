@@ -157,6 +157,8 @@ class Progress:
         self.stepped_alone: set[int] = set()
         self.has_told_of_average = False  # before a step, outside of backward
         self.are_buffers_due = True  # before the next training forward, unless it continues a step
+        # the number of rounds when the optimizer that steps now had a mean that it has not used yet
+        self.round_to_step_on: int | None = None
         self.unused = Unused()
         self.steps = Steps()
 
@@ -210,6 +212,7 @@ class Progress:
 
         `of` are all that are trained. A step inside `accumulate()` `is_alone`.
         """
+        self.round_to_step_on = self.num_rounds if self.steps.are_due_for(params) else None
         if is_alone:
             self.stepped_alone |= params
         stepped = self.steps.add(params, settings, is_alone=is_alone)

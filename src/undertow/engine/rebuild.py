@@ -11,8 +11,8 @@ from torch import Tensor
 
 from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.fingerprints import fingerprints
-from undertow.engine.agreed_errors import changed_unlike, require_sound
-from undertow.engine.checks import mismatch
+from undertow.engine.agreed_errors import CHANGE_ALIKE, changed_unlike, require_sound
+from undertow.engine.checks import has_bits, mismatch
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.params import first_change
 from undertow.engine.round import Round, RoundKind, Terms
@@ -42,12 +42,13 @@ def rebuild(plans: CurrentPlan, told: Round) -> None:
     with gradients_aside(plans.compiled.params):
         told.wait()
     plans.compiled.recorder.forgets_buckets()
-    require_sound(told, plans.group, plans.members.names)
+    require_sound(told, plans.group)
     require_changed_alike(plans, told)
     change, new = plans.change, plans.new_params()
     assert change is not None  # else nobody tells of it
     params = [param for _, param in change.named_params]
-    plans.require_alike(change.plan, params, change.reducer, new=[name for name, _ in new])
+    names = [name for name, _ in new]
+    plans.require_alike(change.plan, params, change.reducer, new=names, remedy=CHANGE_ALIKE)
     _require_same_values(new, plans, told)
     plans.follow()
 
@@ -66,10 +67,11 @@ def require_changed_alike(plans: CurrentPlan, ended: Round) -> None:
     if error is None:
         return
     # On the host every rank has read the same and is here now, and the comparison names a
-    # parameter. On a device the other ranks read later, when this one is gone. A rank whose
-    # backward has failed comes alone: the others have raised that.
+    # parameter. On a device the other ranks read later, when this one is gone. If this rank's
+    # backward has failed, the others have raised PeerFailed already, and nobody would answer.
     if plans.group.hardware.is_host and not ended.has_failed:
-        plans.require_alike(plan, params, reducer, new=[name for name, _ in plans.new_params()])
+        names = [name for name, _ in plans.new_params()]
+        plans.require_alike(plan, params, reducer, new=names, remedy=CHANGE_ALIKE)
     raise error
 
 
@@ -77,12 +79,13 @@ def _require_same_values(
     new: Sequence[tuple[str, Tensor]], plans: CurrentPlan, told: Round
 ) -> None:
     """Raises ReplicaMismatch, on every rank, if values of `new` parameters are not the same."""
-    if not new:
+    comparable = {name: param for name, param in new if has_bits(param)}
+    if not comparable:
         return
     group = plans.group
-    values = fingerprints([param for _, param in new], device=group.device)
+    values = fingerprints(list(comparable.values()), device=group.device)
     rows = group.all_gather(values, "the comparison of new parameters").result().tolist()
-    for (name, _), of_ranks in zip(new, zip(*rows, strict=True), strict=True):
+    for name, of_ranks in zip(comparable, zip(*rows, strict=True), strict=True):
         if len(set(of_ranks)) > 1:
             by_rank = dict(zip(group.names, of_ranks, strict=True))
             raise mismatch(

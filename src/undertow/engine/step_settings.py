@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -20,28 +21,25 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 class GroupSettings:
     """The settings of one parameter group in one step."""
 
-    label: str  # "group 0 of AdamW"
+    label: str  # "group 0 of AdamW with 'head.weight'"
     values: tuple[tuple[str, str], ...]  # each setting's name, and its value as it is compared
-    params: Sequence[Tensor] = ()
 
-    def lines(self, names: Mapping[int, str]) -> list[str]:
-        """Returns a text for each setting; `names` has the names of parameters by id.
-
-        The first of the group's parameters in alphabetical order is named too: another optimizer
-        may have a group of the same number, and the ranks may step the two in another order.
-        """
-        known = [names[id(param)] for param in self.params if id(param) in names]
-        label = f"{self.label} with {min(known)!r}" if known else self.label
-        return [f"{name} of {label}: {value}" for name, value in self.values]
+    def lines(self) -> list[str]:
+        """Returns a text for each setting."""
+        return [f"{name} of {self.label}: {value}" for name, value in self.values]
 
 
 Settings = tuple[GroupSettings, ...]
+# By optimizer, and by the number, the first and the last of a group's parameters.
+_FIRST_NAMES: WeakKeyDictionary[Optimizer, dict[tuple[int, int, int], str]] = WeakKeyDictionary()
 ALONE: Settings = (GroupSettings("the model", (("stepping inside accumulate()", "True"),)),)
 
 
-def settings_of(optimizer: Optimizer, trained: Collection[int]) -> Settings:
+def settings_of(
+    optimizer: Optimizer, trained: Collection[int], names: Mapping[int, str]
+) -> Settings:
     """Returns the settings of each group with `trained` parameters, by id; ranks that step alike
-    have the same.
+    have the same. `names` has the names of parameters by id.
 
     Left out are tensors on devices, for which the host would wait, and settings that only choose an
     implementation.
@@ -55,22 +53,34 @@ def settings_of(optimizer: Optimizer, trained: Collection[int]) -> Settings:
             continue
         texts = [(name, _text(group.get(name))) for name in told]
         values = tuple((name, text) for name, text in texts if text is not None)
-        found.append(GroupSettings(f"group {len(found)} of {kind}", values, params))
+        first = _first_name(optimizer, params, names)
+        found.append(GroupSettings(f"group {len(found)} of {kind} with {first!r}", values))
     return tuple(found)
+
+
+def _first_name(optimizer: Optimizer, params: Sequence[Tensor], names: Mapping[int, str]) -> str:
+    """Returns the name of the first of a group's parameters, in alphabetical order.
+
+    Another optimizer may have a group of the same number, and the ranks may step the two in another
+    order. A search for the name takes longer than all the rest, so it is kept while the group has
+    as many parameters, the same first and the same last one.
+    """
+    known = _FIRST_NAMES.setdefault(optimizer, {})
+    key = len(params), id(params[0]), id(params[-1])
+    if key not in known:
+        known[key] = min((names[id(param)] for param in params if id(param) in names), default="?")
+    return known[key]
 
 
 def digest_of(settings: Settings) -> int:
     """Returns a number that is the same in all processes, in whatever order optimizers have
-    stepped.
-
-    No parameter is looked at: that would take longer than all the rest.
-    """
+    stepped."""
     return sum(zlib.crc32(repr((each.label, each.values)).encode()) for each in settings)
 
 
-def text_of(settings: Settings, names: Mapping[int, str]) -> str:
+def text_of(settings: Settings) -> str:
     """Returns a line for each setting, whatever the order of the optimizers' steps."""
-    return "\n".join(sorted(chain.from_iterable(each.lines(names) for each in settings)))
+    return "\n".join(sorted(chain.from_iterable(each.lines() for each in settings)))
 
 
 def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:

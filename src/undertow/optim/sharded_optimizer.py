@@ -157,7 +157,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._sync.finish()
+            if not self._sync._engine.is_closure_idle:
+                self._sync.finish()
             ids, reader = set(map(id, params_of(self))), type(self).__name__
             self._sync._engine.average_before_step(ids, reader=reader, is_sharded=True)
         self._consolidated = None

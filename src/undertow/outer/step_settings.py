@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 
 from undertow.engine.params import ModuleParams
 from undertow.engine.step_settings import Settings, digest_of, settings_differ, text_of
@@ -24,6 +25,11 @@ class StepSettings:
         self._has_skipped = False
         self._now: Settings = ()  # since the last step that has counted
         self._of_steps: dict[int, Settings] = {}  # that the ranks have not compared yet
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """The names of parameters, by id."""
+        return self._members.names
 
     def add(self, settings: Settings) -> None:
         """Adds the settings of an optimizer that has stepped."""
@@ -62,6 +68,6 @@ class StepSettings:
         if steps:
             where = f"{where}, step {steps[0]}"
         first = self._of_steps.get(steps[0], ()) if steps else ()
-        texts = watch.ask(text_of(first, self._members.names))
+        texts = watch.ask(text_of(first))
         self.restart()
         return settings_differ(texts, where=where)

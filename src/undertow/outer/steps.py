@@ -124,7 +124,7 @@ class StepCounter:
         if self._stepping is not None and self._stepping.optimizer == id(optimizer):
             self._stepping = None
             if self._trains(optimizer):
-                self.settings.add(settings_of(optimizer, self._trained))
+                self.settings.add(settings_of(optimizer, self._trained, self.settings.names))
                 self._add(self._own(optimizer))
 
     def after_unscaling(self, optimizer: Optimizer, found: private.Found) -> None:

@@ -30,6 +30,7 @@ _TENSORS = (
     ("new", "new parameter", "the new parameters"),
 )
 _SETTINGS = "the settings"
+BUILD_ALIKE = "Build the model the same way on every rank before wrapping it."
 _COMPARISON = "the comparison of all ranks' parameters"
 _CHUNK_BYTES = 25 * 1024 * 1024
 
@@ -88,10 +89,12 @@ def require_agreement(
     params: Sequence[dict[str, Any]] = (),
     others: Sequence[dict[str, Any]] = (),
     new: Sequence[str] = (),
+    remedy: str = BUILD_ALIKE,
 ) -> None:
     """Compares all ranks' settings, parameters and other tensors, and names of new parameters.
 
-    A collective call. Raises PlanMismatch, on every rank, if ranks differ.
+    A collective call. Raises PlanMismatch, on every rank, if ranks differ; if tensors do, the error
+    has this `remedy`.
     """
     named = [{"name": name} for name in new]
     mine = {"settings": settings, "params": params, "others": others, "new": named}
@@ -113,7 +116,7 @@ def require_agreement(
         where=f"{'   '.join(ranks)}\n  first difference: {difference}",
         remedy="Give every rank the same settings and the same versions."
         if what == _SETTINGS
-        else "Build the model the same way on every rank before wrapping it.",
+        else remedy,
     )
 
 
@@ -161,10 +164,14 @@ class CommonBuffers:
 
     def __init__(self, places: Sequence[Place] = ()) -> None:
         """`places` are of all buffers to synchronize."""
+        self._places = places
+        self._read()
+
+    def _read(self) -> None:
         self._not_sent: tuple[str, str] | None = None  # the name of a buffer, and its kind
         found: dict[Tensor, _Buffer] = {}  # tensors are keys by identity
         at: dict[int, _Buffer] = {}  # by the address of its memory
-        for place in places:
+        for place in self._places:
             table, key, name = place
             tensor = table.get(key)
             if tensor is None or tensor.is_meta:  # which has no values
@@ -185,6 +192,8 @@ class CommonBuffers:
 
         Raises ConfigError if one is of a kind that cannot be sent.
         """
+        if self._not_sent is not None:
+            self._read()  # it may be another tensor now
         if self._not_sent is not None:
             name, kind = self._not_sent
             raise ConfigError(

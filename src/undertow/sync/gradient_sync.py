@@ -786,10 +786,11 @@ class GradientSync:
         if not steps:
             return None
         current_plan = engine.current_plan
-        settings = settings_of(optimizer, current_plan.hooks.ids)
+        is_compared = current_plan.is_active
+        settings = settings_of(optimizer, current_plan.hooks.ids, current_plan.members.names)
         engine.progress.optimizer_steps(
             params,
-            settings,
+            settings if is_compared else (),  # a rank alone has rounds with nobody
             of=current_plan.hooks.ids,
             has_closure=has_closure,
             is_alone=engine.is_accumulating,

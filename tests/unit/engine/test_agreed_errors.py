@@ -65,7 +65,7 @@ TEXTS = {
     ],
 )
 def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error: type[Exception], what: str) -> None:
-    assert text_of(error, lambda: require_sound(round_with(*readings), of_ranks(3), {})) == what + TEXTS[what]
+    assert text_of(error, lambda: require_sound(round_with(*readings), of_ranks(3))) == what + TEXTS[what]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_what_some_rank_reports_is_raised(readings: list[dict[str, Any]], error:
     ids=["nothing", "uses", "late in time", "overdue without late parts", "changes"],
 )
 def test_a_round_without_trouble_is_sound(readings: list[dict[str, Any]]) -> None:
-    require_sound(round_with(*readings), of_ranks(3), {})
+    require_sound(round_with(*readings), of_ranks(3))
 
 
 def test_a_rank_that_has_failed_itself_is_not_told_so() -> None:
-    require_sound(round_with({"flags": {"failed": (1,)}}, has_failed=True), of_ranks(3), {})
+    require_sound(round_with({"flags": {"failed": (1,)}}, has_failed=True), of_ranks(3))
     with pytest.raises(Desync):
-        require_sound(round_with({"ranks_differ": True}, has_failed=True), of_ranks(3), {})
+        require_sound(round_with({"ranks_differ": True}, has_failed=True), of_ranks(3))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_late_buckets_are_those_of_this_round() -> None:
 
 def test_where_all_ranks_stand_is_said_by_rank() -> None:
     this_round = round_with({"ranks_differ": True})
-    text = text_of(Desync, lambda: require_sound(this_round, of_ranks(2, "synchronization 4"), {}))
+    text = text_of(Desync, lambda: require_sound(this_round, of_ranks(2, "synchronization 4")))
     assert text.splitlines()[1:4] == [
         "  synchronization 5, rank 1",
         "  rank 0: synchronization 4",

@@ -39,15 +39,23 @@ def test_a_step_issues_the_ops_of_its_schedule_in_their_order(orders: str, cap: 
         if strategy != "ddp":
             optimizer = ShardedOptimizer(torch.optim.SGD, sync, lr=0.0)
         issued: list[Op] = []
+        early: list[int] = []  # the number of ops at each gradient
         one_process.at_each_op(sync, issued.append)
+        for param in module.parameters():
+            param.register_hook(lambda _: early.append(len(issued)))
         for step in range(4):
             issued.clear()
+            early.clear()
             module.zero_grad()
             module(noise(3, WIDTH, step=step), orders.split("|")[rank.number]).square().sum().backward()
             optimizer.step()
         sync.wait()
         schedule = lower_data_parallel(len(sync.plan.buckets), strategy_named(strategy), overlap=overlap)
         require_order_of(schedule, issued)
+        if not overlap:
+            assert max(early) == 0  # nothing leaves before the last gradient
+        elif cap != "one bucket" and orders.split("|")[rank.number] == "012":
+            assert max(early) > 0
         sync.close()
 
     ranks_of(2, on_rank)

@@ -10,7 +10,7 @@ from support import one_process
 from support.models import noise
 from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
-from undertow import GradientSync, PlanMismatch, ShardedOptimizer
+from undertow import ConfigError, GradientSync, PlanMismatch, ShardedOptimizer
 
 Step = Callable[["Training"], object]
 
@@ -74,6 +74,7 @@ def after_others_forward(training: Training) -> None:
 
 
 def accumulates_before(training: Training) -> None:
+    training.module.zero_grad()
     with training.sync.accumulate():
         training.loss().backward()
     training.step()
@@ -216,6 +217,46 @@ def test_a_backward_does_not_wait_for_a_model_that_leaves_outside_of_it(order: t
         for training in models:
             grads = rank.gather([param.grad.clone() for param in training.module.parameters()])
             assert all(map(torch.equal, grads[0], grads[1]))
+            training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "frozen", "added", "cast"])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_ranks_go_on_once_they_have_changed_alike(changed: int, change: str) -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank, "ddp")
+        training.step()
+        if rank.number == changed:
+            CHANGES[change][0](training)
+        with pytest.raises(PlanMismatch, match="in the same step on every rank"):
+            training.step()
+        if rank.number != changed:
+            CHANGES[change][0](training)
+        training.step()
+        grads = rank.gather([param.grad for param in training.module.parameters() if param.grad is not None])
+        assert all(map(torch.equal, grads[0], grads[1]))
+        training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
+def test_a_model_that_could_not_leave_holds_no_other_one_up() -> None:
+    """Its backward is over, by an exception of another model."""
+
+    def on_rank(rank: Rank) -> None:
+        first, second, third = (Training(rank, "ddp") for _ in range(3))
+        for training in (first, second):
+            training.step()
+        first.module.units[2].requires_grad_(True)
+        second.module.units.append(third.module.units[0])  # of another model
+        with pytest.raises(ConfigError, match="is synchronized already"):
+            (first.loss() + second.loss()).backward()
+        del second.module.units[3]
+        second.module.units[2].requires_grad_(True)
+        second.step()
+        for training in (second, third, first):
             training.sync.close()
 
     ranks_of(2, on_rank)

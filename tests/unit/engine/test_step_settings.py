@@ -25,26 +25,28 @@ NAMES = dict(zip(map(id, PARAMS), ("d", "c", "b", "a"), strict=True))
 def of(*params: nn.Parameter, **settings: object) -> Settings:
     optimizer = torch.optim.SGD(params, lr=0.1)
     optimizer.param_groups[0].update(settings)
-    return settings_of(optimizer, NAMES)
+    return settings_of(optimizer, NAMES, NAMES)
 
 
 def test_a_group_is_named_by_its_number_and_its_first_parameter() -> None:
     optimizer = torch.optim.SGD([{"params": PARAMS[:1], "lr": 0.5}, {"params": PARAMS[1:]}], lr=0.1)
-    lines = text_of(settings_of(optimizer, NAMES), NAMES).splitlines()
+    lines = text_of(settings_of(optimizer, NAMES, NAMES)).splitlines()
     assert "lr of group 0 of SGD with 'd': 0.5" in lines
     assert "lr of group 1 of SGD with 'a': 0.1" in lines
 
 
 def test_groups_without_trained_parameters_do_not_count() -> None:
     optimizer = torch.optim.SGD([{"params": PARAMS[:1], "lr": 0.5}, {"params": PARAMS[1:]}], lr=0.1)
-    (group,) = settings_of(optimizer, {id(PARAMS[3])})
-    assert (group.label, dict(group.values)["lr"]) == ("group 0 of SGD", "0.1")
+    (group,) = settings_of(optimizer, {id(PARAMS[3])}, NAMES)
+    assert (group.label, dict(group.values)["lr"]) == ("group 0 of SGD with 'a'", "0.1")
 
 
 def test_the_digest_follows_every_setting_and_no_order_of_steps() -> None:
     first, second = of(PARAMS[0]), of(PARAMS[1], lr=0.2)
     assert digest_of(first + second) == digest_of(second + first)
     assert digest_of(of(PARAMS[0])) == digest_of(of(PARAMS[0]))
+    swapped = of(PARAMS[0], lr=0.2) + of(PARAMS[1])
+    assert digest_of(first + second) != digest_of(swapped)
     others = [{"lr": 0.11}, {"momentum": 0.5}, {"nesterov": True}, {"weight_decay": 1e-9}]
     assert len({digest_of(first), *(digest_of(of(PARAMS[0], **other)) for other in others)}) == 5
 
@@ -77,7 +79,7 @@ def test_the_first_setting_that_differs_is_named_with_the_values_of_all_ranks() 
     groups = [
         GroupSettings("group 0 of SGD", (("lr", "0.1"), *more)) for more in ((), (("momentum", "0.5"),), (("momentum", "1"),))
     ]
-    error = settings_differ({rank: text_of((group,), {}) for rank, group in enumerate(groups)}, where="save_checkpoint")
+    error = settings_differ({rank: text_of((group,)) for rank, group in enumerate(groups)}, where="save_checkpoint")
     assert str(error).splitlines()[1:3] == [
         "  save_checkpoint",
         "  first difference: momentum of group 0 of SGD is not set on rank 0, 0.5 on rank 1, 1 on rank 2",
