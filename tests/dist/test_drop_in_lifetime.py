@@ -45,7 +45,7 @@ def require_closed(what: str, call: Callable[[], object]) -> None:
     assert text_of(PhaseError, call) == (
         "this model is closed: its gradients are not averaged any more.\n"
         f"  {what}, rank {dist.get_rank()}\n"
-        "  Train `model.module`, the module itself, without averaging, or wrap it anew."
+        "  Train `model.module`, the module itself, without averaging, or wrap it again."
     )
 
 
@@ -212,7 +212,7 @@ def test_the_state_of_shards_cannot_be_gathered_when_the_model_is_closed() -> No
     assert any(optimizer.state.values())  # this rank's shards, which save_checkpoint writes
     for call in (optimizer.state_dict, optimizer.consolidate_state_dict):
         assert text_of(PhaseError, call) == (
-            "the model of this optimizer is closed: nobody brings the ranks' shards together.\n"
+            "the model of this optimizer is closed: its ranks no longer exchange their shards.\n"
             f"  ShardedOptimizer, rank {dist.get_rank()}\n"
             "  Call state_dict() before close(); save_checkpoint() works afterwards too."
         )

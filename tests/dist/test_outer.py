@@ -442,7 +442,7 @@ def test_a_step_within_synchronized_and_a_new_parameter_are_refused() -> None:
         assert text_of(PhaseError, lambda: step(ddp, optimizer, 2)) == (
             "parameter 'more.weight' was added or unfrozen after the model was wrapped: it is in no fragment.\n"
             f"  outer synchronization, rank {dist.get_rank()}\n"
-            "  Wrap the model anew, with all parameters that are to be trained."
+            "  Wrap the model again, with all parameters that are to be trained."
         )
 
 

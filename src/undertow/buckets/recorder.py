@@ -118,7 +118,7 @@ Observer: TypeAlias = Callable[[Op], AbstractContextManager[object]]
 class Recorder:
     """The marks of the last steps. A step begins with the first forward after a synchronization.
 
-    The `observer` outlives plans: each plan is compiled anew, and all read the observer
+    The `observer` outlives plans: each plan is compiled by itself, and all read the observer
     of the model's recorder.
     """
 

@@ -301,10 +301,9 @@ class CurrentPlan:
         self._factor.follow(())
 
     def use_hook(self, hook: CommHook, *, is_in_round: bool) -> None:
-        """Reduces buckets by `hook` from the next round on; before it the ranks meet without it and
-        compare their hooks.
+        """Reduces buckets by `hook` from the next round on.
 
-        Raises PhaseError in a round, and if there is a hook already.
+        Before it the ranks leave the present plan, and compare their hooks. Raises PhaseError in a round, and if there is a hook already.
         """
         earlier = self.comm_hook
         require(

@@ -691,8 +691,8 @@ class SiblingEngines:
     """Engines whose rounds belong to the same backwards: a backward that reaches one of them is a
     round of all.
 
-    No token of a rank may reach its experts; the ranks with the same experts wait for it in that
-    backward nevertheless. The order is the same on every rank, so that engines also wait for each
+    No token of a rank may reach its experts. Even then the ranks with the same experts wait for it
+    in that backward. The order is the same on every rank, so that engines also wait for each
     other in one order.
     """
 

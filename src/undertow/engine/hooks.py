@@ -120,7 +120,7 @@ class ParamHooks:
         return [param for _, param in self.named_params]
 
     def start(self) -> None:
-        """Registers the hooks, anew after a regrouping, which changes the functions to call."""
+        """Registers the hooks; again after a regrouping, which changes the functions to call."""
         remove_all(self._registered)
         for param, hook in zip(self.params, self.arrivals.hooks, strict=True):
             self._registered.append(private.hook_gradients(param, hook))

@@ -435,7 +435,7 @@ class OuterSync:
                 f"parameter {new!r} was added or unfrozen after the model was wrapped: it is in no "
                 "fragment.",
                 where=f"outer synchronization, rank {self.all_ranks.rank}",
-                remedy="Wrap the model anew, with all parameters that are to be trained.",
+                remedy="Wrap the model again, with all parameters that are to be trained.",
             )
 
     # Fragments.

@@ -551,7 +551,7 @@ class ShardedSteps:
         """Raises PhaseError after `close`."""
         if self._is_closed:
             raise PhaseError(
-                "the model of this optimizer is closed: nobody brings the ranks' shards together.",
+                "the model of this optimizer is closed: its ranks no longer exchange their shards.",
                 where=f"ShardedOptimizer, rank {self._groups.rank}",
                 remedy=remedy,
             )

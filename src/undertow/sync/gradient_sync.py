@@ -670,7 +670,7 @@ class GradientSync:
             not self._is_closed,
             "this model is closed: its gradients are not averaged any more.",
             where=f"{call}, rank {self.rank}",
-            remedy="Train `model.module`, the module itself, without averaging, or wrap it anew.",
+            remedy="Train `model.module`, the module itself, without averaging, or wrap it again.",
             error=PhaseError,
         )
 
