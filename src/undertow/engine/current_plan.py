@@ -303,7 +303,8 @@ class CurrentPlan:
     def use_hook(self, hook: CommHook, *, is_in_round: bool) -> None:
         """Reduces buckets by `hook` from the next round on.
 
-        Before it the ranks leave the present plan, and compare their hooks. Raises PhaseError in a round, and if there is a hook already.
+        Before it the ranks leave the present plan, and compare their hooks. Raises PhaseError in a
+        round, and if there is a hook already.
         """
         earlier = self.comm_hook
         require(
