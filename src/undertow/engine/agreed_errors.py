@@ -48,8 +48,7 @@ def _place(ended: Round) -> str:
 def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
     """Raises, on every rank, the error that some rank has reported.
 
-    `taken` describes a gradient that is gone on this
-    rank.
+    `taken` describes a gradient that is gone on this rank.
     """
     number = ended.terms.number
     where = f"synchronization {number}, rank {group.name}"

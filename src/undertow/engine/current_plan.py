@@ -225,11 +225,8 @@ class CurrentPlan:
         Ranks wait in a rebuild, and one backward may reach the models in another order on another
         rank. So the models of a rank rebuild in the order in which they were made.
         """
-        rank = self.group.name
-        return self in self._leaving and any(
-            each._number < self._number and each.group.name == rank and is_running
-            for each, is_running in list(self._leaving.items())
-        )
+        others = self._others_in(self._leaving)
+        return self in self._leaving and any(each._number < self._number for each in others)
 
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
@@ -367,11 +364,16 @@ class CurrentPlan:
     def is_other_voting(self) -> bool:
         """True if the plan of another model on this rank waits for a vote, and sends nothing before
         it ends."""
+        return bool(self._others_in(self._voting))
+
+    def _others_in(self, tokens: _Tokens) -> list[CurrentPlan]:
+        """Returns the other models of this rank that wait in a backward which is not over."""
         rank = self.group.name
-        return any(
-            each is not self and each.group.name == rank and is_running
-            for each, is_running in list(self._voting.items())
-        )
+        return [
+            each
+            for each, is_running in list(tokens.items())
+            if each is not self and each.group.name == rank and is_running
+        ]
 
     def end_vote(self) -> None:
         """Waits until all ranks have told if they have the plan; if one has not, all return to the

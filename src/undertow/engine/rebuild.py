@@ -5,15 +5,11 @@ Reasons: docs/design/plan-changes.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.agreed_errors import CHANGE_ALIKE, changed_unlike, require_sound
 from undertow.engine.checks import has_bits, mismatch
-from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.current_plan import Change, CurrentPlan
 from undertow.engine.params import first_change
 from undertow.engine.round import Round, RoundKind, Terms
 
@@ -44,25 +40,20 @@ def rebuild(plans: CurrentPlan, told: Round) -> None:
     plans.compiled.recorder.forgets_buckets()
     require_sound(told, plans.group)
     require_changed_alike(plans, told)
-    change, new = plans.change, plans.new_params()
-    assert change is not None  # else nobody tells of it
-    params = [param for _, param in change.named_params]
-    names = [name for name, _ in new]
-    plans.require_alike(change.plan, params, change.reducer, new=names, remedy=CHANGE_ALIKE)
-    _require_same_values(new, plans, told)
+    _require_described_alike(plans, plans.change)
+    _require_same_values(plans, told)
     plans.follow()
 
 
 def require_changed_alike(plans: CurrentPlan, ended: Round) -> None:
     """Raises PlanMismatch, on every rank, if the plan has changed on some ranks only."""
-    compiled = plans.compiled
-    plan, params, reducer, described = compiled.plan, compiled.params, compiled.reducer, ""
-    if ended.kind is RoundKind.RETIRE and plans.change is not None:
-        plan, reducer = plans.change.plan, plans.change.reducer
-        params = tuple(param for _, param in plans.change.named_params)
+    # A change that was found since is of the next round.
+    change = plans.change if ended.kind is RoundKind.RETIRE else None
+    described = ""
+    if change is not None:
         described = "a communication hook was registered"
-        if reducer.hook is compiled.reducer.hook:
-            described = first_change(compiled.plan.params, plan.params)
+        if change.reducer.hook is plans.compiled.reducer.hook:
+            described = first_change(plans.compiled.plan.params, change.plan.params)
     error = changed_unlike(ended, plans.group, described)
     if error is None:
         return
@@ -70,16 +61,24 @@ def require_changed_alike(plans: CurrentPlan, ended: Round) -> None:
     # parameter. On a device the other ranks read later, when this one is gone. If this rank's
     # backward has failed, the others have raised PeerFailed already, and nobody would answer.
     if plans.group.hardware.is_host and not ended.has_failed:
-        names = [name for name, _ in plans.new_params()]
-        plans.require_alike(plan, params, reducer, new=names, remedy=CHANGE_ALIKE)
+        _require_described_alike(plans, change)
     raise error
 
 
-def _require_same_values(
-    new: Sequence[tuple[str, Tensor]], plans: CurrentPlan, told: Round
-) -> None:
-    """Raises ReplicaMismatch, on every rank, if values of `new` parameters are not the same."""
-    comparable = {name: param for name, param in new if has_bits(param)}
+def _require_described_alike(plans: CurrentPlan, change: Change | None) -> None:
+    """Raises PlanMismatch, on every rank, if the ranks' changes differ; None is no change."""
+    compiled = plans.compiled
+    plan, params, reducer = compiled.plan, compiled.params, compiled.reducer
+    if change is not None:
+        plan, reducer = change.plan, change.reducer
+        params = tuple(param for _, param in change.named_params)
+    names = [name for name, _ in plans.new_params()]
+    plans.require_alike(plan, params, reducer, new=names, remedy=CHANGE_ALIKE)
+
+
+def _require_same_values(plans: CurrentPlan, told: Round) -> None:
+    """Raises ReplicaMismatch, on every rank, if values of new parameters are not the same."""
+    comparable = {name: param for name, param in plans.new_params() if has_bits(param)}
     if not comparable:
         return
     group = plans.group

@@ -146,7 +146,7 @@ def _first_difference(first: dict[str, Any], second: dict[str, Any], rank: int) 
 
 
 @dataclass(slots=True)
-class _Buffer:
+class _CommonBuffer:
     """A buffer by the first place where it is registered."""
 
     place: Place
@@ -169,14 +169,14 @@ class CommonBuffers:
 
     def _read(self) -> None:
         self._not_sent: tuple[str, str] | None = None  # the name of a buffer, and its kind
-        found: dict[Tensor, _Buffer] = {}  # tensors are keys by identity
-        at: dict[int, _Buffer] = {}  # by the address of its memory
+        found: dict[Tensor, _CommonBuffer] = {}  # tensors are keys by identity
+        at: dict[int, _CommonBuffer] = {}  # by the address of its memory
         for place in self._places:
             table, key, name = place
             tensor = table.get(key)
             if tensor is None or tensor.is_meta:  # which has no values
                 continue
-            buffer = found.setdefault(tensor, _Buffer(place, tensor))
+            buffer = found.setdefault(tensor, _CommonBuffer(place, tensor))
             kind = why_not_sent(tensor)
             if kind:
                 self._not_sent = self._not_sent or (name, kind)
@@ -186,7 +186,7 @@ class CommonBuffers:
                 first.is_shared = buffer.is_shared = True
         self.buffers = list(found.values())
 
-    def now(self) -> list[_Buffer]:
+    def now(self) -> list[_CommonBuffer]:
         """Returns the buffers with their current tensors, or with earlier ones if the current ones
         have another shape or dtype, or are gone.
 
@@ -256,8 +256,8 @@ def _write(target: Tensor, value: Tensor) -> None:
         target.copy_(value)
 
 
-def _replace(arrived: Iterable[tuple[_Buffer, Tensor]], *, is_host: bool) -> None:
-    replaced: list[tuple[_Buffer, Tensor]] = []
+def _replace(arrived: Iterable[tuple[_CommonBuffer, Tensor]], *, is_host: bool) -> None:
+    replaced: list[tuple[_CommonBuffer, Tensor]] = []
     for buffer, value in arrived:
         # On the host, an unchanged buffer stays the same tensor, for code that holds a reference.
         # On a device, the comparison would block the host for every buffer of every forward, so all

@@ -786,12 +786,13 @@ class GradientSync:
         if not steps:
             return None
         current_plan = engine.current_plan
-        is_compared = current_plan.is_active
-        settings = settings_of(optimizer, current_plan.hooks.ids, current_plan.members.names)
+        trained, names = current_plan.hooks.ids, current_plan.members.names
+        # A rank alone compares settings with nobody.
+        settings = settings_of(optimizer, trained, names) if current_plan.is_active else ()
         engine.progress.optimizer_steps(
             params,
-            settings if is_compared else (),  # a rank alone has rounds with nobody
-            of=current_plan.hooks.ids,
+            settings,
+            of=trained,
             has_closure=has_closure,
             is_alone=engine.is_accumulating,
         )
