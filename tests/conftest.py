@@ -74,6 +74,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
+def pools() -> RankPools:
+    return POOLS
+
+
+@pytest.fixture(scope="session")
 def two_ranks() -> Ranks:
     return POOLS.of_size(2)
 
