@@ -8,9 +8,6 @@ import pytest
 
 def some(cases: Iterable[Any], *, most: int) -> list[Any]:
     """The cases for `parametrize`, of which all but `most`, evenly spread, are `deep`. A tuple has a value for each name."""
-    listed = list(cases)
+    listed = [it if hasattr(it, "marks") else pytest.param(*(it if isinstance(it, tuple) else (it,))) for it in cases]
     kept = {place * len(listed) // most for place in range(most)}
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if place in kept else pytest.mark.deep)
-        for place, case in enumerate(listed)
-    ]
+    return [it if place in kept else it._replace(marks=(*it.marks, pytest.mark.deep)) for place, it in enumerate(listed)]

@@ -16,6 +16,7 @@ import pytest
 
 import undertow as library
 from support.cli import EXAMPLE, MEASURED, MIB, SMALL, Undertow, rows_of, what_if
+from support.levels import some
 from support.project import ROOT
 from support.schedules import schedule_from_text
 from support.strategies import spec
@@ -66,7 +67,7 @@ def test_help_names_every_option_and_the_exit_codes(command: str, undertow: Unde
     assert (code, [name for name in HELP[command] if name not in text]) == (0, [])
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("command", some(["plan", "simulate"], most=1))
 def test_the_example_of_the_help_runs(command: str, undertow: Undertow, folder: Path) -> None:
     example = re.search(rf"Example: undertow ({command} .*)", undertow(f"{command} --help").out)
     shutil.copytree(ROOT / "examples" / "profiles", folder / "examples" / "profiles")
@@ -145,7 +146,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("line", SHOWN)
+@pytest.mark.parametrize("line", some(SHOWN, most=4))
 def test_a_command_shows(line: str, undertow: Undertow) -> None:
     code, printed, _ = undertow(line)
     shown, hidden = SHOWN[line]
@@ -268,7 +269,7 @@ def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     assert Path("out/simulate.png").read_bytes().startswith(PNG_HEAD)
 
 
-@pytest.mark.parametrize("options", ["skewed.json", "small.json --link 1gbit --skew 0.1", "sharded.json --link 1gbit --skew 0.1"])
+@pytest.mark.parametrize("options", some(["skewed.json", "small.json --link 1gbit --skew 0.1", "sharded.json --link 1gbit --skew 0.1"], most=1))
 def test_the_parts_of_a_step_add_up_on_one_rank(options: str, undertow: Undertow) -> None:
     for row in rows_of(undertow(f"simulate {options}").out):
         step_ms, *parts_ms = map(float, row[3:7])
@@ -460,7 +461,7 @@ def test_muon_has_whole_matrices_without_embeddings() -> None:
         assert not any(spec.is_whole for spec in cut)
 
 
-@pytest.mark.parametrize(("points", "link", "warns"), [((), "", True), (((1e7, 1.1e4),), "", False), ((), "--link 1gbit", False)])
+@pytest.mark.parametrize(("points", "link", "warns"), some([((), "", True), (((1e7, 1.1e4),), "", False), ((), "--link 1gbit", False)], most=1))
 def test_costs_of_one_size_are_named(points: tuple[tuple[float, float], ...], link: str, warns: bool, undertow: Undertow) -> None:
     replace(SMALL, curves={"all_reduce": CostCurve(points=((1e6, 2e3), *points))}).save("one.json")
     assert ("Warning: messages of one size were measured" in undertow(f"simulate one.json {link}").out) == warns
@@ -478,7 +479,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("line", TABLES)
+@pytest.mark.parametrize("line", some(TABLES, most=1))
 def test_a_table_fits_into_80_columns(line: str, undertow: Undertow) -> None:
     code, printed, _ = undertow(line, columns=80)
     assert code == 0
