@@ -29,12 +29,15 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
 @in_ranks(2, 3)
 @pytest.mark.parametrize(
     ("setting", "mode", "follows"),
-    some([
-        ("rank0", "training", True),
-        ("off", "training", False),
-        ("rank0", "evaluation", False),
-        ("rank0", "switched off", False),
-    ], most=2),
+    some(
+        [
+            ("rank0", "training", True),
+            ("off", "training", False),
+            ("rank0", "evaluation", False),
+            ("rank0", "switched off", False),
+        ],
+        most=2,
+    ),
 )
 def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, follows: bool) -> None:
     """In a training forward: in an evaluation each rank has its own."""

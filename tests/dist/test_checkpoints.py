@@ -363,11 +363,14 @@ def begins_and_is_damaged(path: Path, damage: Callable[[Path], object]) -> None:
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("given", "only_model", "expected"),
-    some([
-        (Setup("convolutions"), False, "the checkpoint has no '0.0.weight', which the model has."),
-        (Setup(optimizer="SGD"), False, "the checkpoint holds the state of AdamW, and the optimizer is SGD."),
-        (Setup("oddities"), True, "the checkpoint has no 'empty', which the model has."),
-    ], most=1),
+    some(
+        [
+            (Setup("convolutions"), False, "the checkpoint has no '0.0.weight', which the model has."),
+            (Setup(optimizer="SGD"), False, "the checkpoint holds the state of AdamW, and the optimizer is SGD."),
+            (Setup("oddities"), True, "the checkpoint has no 'empty', which the model has."),
+        ],
+        most=1,
+    ),
     ids=["another model", "another optimizer", "the model alone"],
 )
 def test_a_checkpoint_of_something_else_is_refused(path: Path, given: Setup, only_model: bool, expected: str) -> None:

@@ -378,12 +378,15 @@ class Adversaries(nn.Module):
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize(
     ("how", "turns", "is_frozen_at_first"),
-    some([
-        ("wrapped", "generator discriminator", True),
-        ("wrapped", "generator discriminator discriminator generator", False),
-        ("attached", "generator discriminator discriminator generator", False),
-        ("each wrapped by itself", "discriminator generator", False),
-    ], most=2),
+    some(
+        [
+            ("wrapped", "generator discriminator", True),
+            ("wrapped", "generator discriminator discriminator generator", False),
+            ("attached", "generator discriminator discriminator generator", False),
+            ("each wrapped by itself", "discriminator generator", False),
+        ],
+        most=2,
+    ),
 )
 def test_parts_that_are_trained_in_turns_step_on_means(how: str, turns: str, is_frozen_at_first: bool) -> None:
     model = Adversaries()

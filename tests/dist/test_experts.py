@@ -66,12 +66,15 @@ ALL_EXPERTS = [f"experts.{index}.{kind}" for index in (0, 1) for kind in ("bias"
 @in_ranks(4)
 @pytest.mark.parametrize(
     ("divisor", "settings"),
-    some([
-        (None, {}),
-        (3, {"bucket_cap_mb": 1e-4}),  # not a power of two: the factor rounds
-        (4, {"overlap": False}),
-        (4, {"order": "reverse", "auto_tune": False}),
-    ], most=2),
+    some(
+        [
+            (None, {}),
+            (3, {"bucket_cap_mb": 1e-4}),  # not a power of two: the factor rounds
+            (4, {"overlap": False}),
+            (4, {"order": "reverse", "auto_tune": False}),
+        ],
+        most=2,
+    ),
     ids=str,
 )
 def test_a_training_run_is_that_of_the_naive_reference(divisor: float | None, settings: dict[str, Any]) -> None:

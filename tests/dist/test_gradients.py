@@ -165,14 +165,17 @@ def test_the_report_names_the_late_rank(average_in_collective: bool) -> None:
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("num_steps", "settings", "num_traces"),
-    some([
-        (0, {}, 0),
-        (1, {}, 1),  # although the next has not begun
-        (3, {}, 2),  # the third is complete when the next one begins
-        (3, {"record": "off"}, 0),
-        (70, {"record": "summary"}, 63),
-        (70, {"record": "full"}, 69),
-    ], most=2),
+    some(
+        [
+            (0, {}, 0),
+            (1, {}, 1),  # although the next has not begun
+            (3, {}, 2),  # the third is complete when the next one begins
+            (3, {"record": "off"}, 0),
+            (70, {"record": "summary"}, 63),
+            (70, {"record": "full"}, 69),
+        ],
+        most=2,
+    ),
     ids=str,
 )
 def test_one_rank_may_ask_for_the_report(num_steps: int, settings: dict[str, Any], num_traces: int) -> None:

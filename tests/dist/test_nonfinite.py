@@ -71,15 +71,18 @@ def found(rank: int, *, step: int = BAD_STEP) -> str:
 @pytest.mark.parametrize("factor", [torch.inf, torch.nan])
 @pytest.mark.parametrize(
     ("strategy", "settings"),
-    some([
-        *((strategy, {}) for strategy in STRATEGIES),
-        ("ddp", {"overlap": False}),
-        ("ddp", {"reduction": "ordered"}),
-        ("ddp", {"average_in_collective": False}),
-        ("ddp", {"wire": "bfloat16"}),
-        ("zero1", {"wire": "bfloat16"}),
-        ("ddp", {"record": "off"}),
-    ], most=3),
+    some(
+        [
+            *((strategy, {}) for strategy in STRATEGIES),
+            ("ddp", {"overlap": False}),
+            ("ddp", {"reduction": "ordered"}),
+            ("ddp", {"average_in_collective": False}),
+            ("ddp", {"wire": "bfloat16"}),
+            ("zero1", {"wire": "bfloat16"}),
+            ("ddp", {"record": "off"}),
+        ],
+        most=3,
+    ),
     ids=str,
 )
 def test_every_rank_names_parameter_rank_and_step(factor: float, strategy: str, settings: dict[str, Any]) -> None:
@@ -487,7 +490,9 @@ def require_found(ddp: nn.Module, optimizer: Any, other: int, *, ranks: str, ste
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize(("strategy", "every", "step"), some([("ddp", 1, 3), ("ddp", 3, 5), ("zero1", 1, 3), ("zero2", 1, 3)], most=2))
+@pytest.mark.parametrize(
+    ("strategy", "every", "step"), some([("ddp", 1, 3), ("ddp", 3, 5), ("zero1", 1, 3), ("zero2", 1, 3)], most=2)
+)
 def test_the_first_parameter_the_ranks_and_the_step_are_named(strategy: str, every: int, step: int) -> None:
     others = ", 2" if dist.get_world_size() == 3 else ""
     with training(MLP.model(), strategy, "SGD", check_replicas_every=every) as (ddp, optimizer):

@@ -24,11 +24,14 @@ from undertow import Desync, NonFiniteGradient, Outer, PlanMismatch, ReplicaMism
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize(
     ("name", "values", "shown"),
-    some([
-        ("lr", (0.01, 0.02), "0.01 on rank 0, 0.02 on rank 1"),
-        ("betas", ((0.9, 0.999), (0.8, 0.999)), "(0.9, 0.999) on rank 0, (0.8, 0.999) on rank 1"),
-        ("weight_decay", (0.01, 0.0), "0.01 on rank 0, 0 on rank 1"),
-    ], most=2),
+    some(
+        [
+            ("lr", (0.01, 0.02), "0.01 on rank 0, 0.02 on rank 1"),
+            ("betas", ((0.9, 0.999), (0.8, 0.999)), "(0.9, 0.999) on rank 0, (0.8, 0.999) on rank 1"),
+            ("weight_decay", (0.01, 0.0), "0.01 on rank 0, 0 on rank 1"),
+        ],
+        most=2,
+    ),
 )
 def test_other_settings_of_an_optimizer_are_told(delay: int, name: str, values: tuple[Any, Any], shown: str) -> None:
     """Also if they were other ones in a single step before the exchange."""
@@ -111,7 +114,9 @@ BAD = [float("nan"), float("inf"), float("-inf")]
 
 @in_ranks(2, 3, is_fresh=True)
 @pytest.mark.parametrize("wire", [None, "int8", "bfloat16", "float16"])
-@pytest.mark.parametrize(("delay", "nonfinite", "bad"), some([(0, "raise", BAD[0]), (2, "ignore", BAD[1]), (1, "raise", BAD[2])], most=2))
+@pytest.mark.parametrize(
+    ("delay", "nonfinite", "bad"), some([(0, "raise", BAD[0]), (2, "ignore", BAD[1]), (1, "raise", BAD[2])], most=2)
+)
 def test_a_replica_that_is_not_finite_is_named_and_reaches_nobody(
     wire: str | None, delay: int, nonfinite: str, bad: float
 ) -> None:

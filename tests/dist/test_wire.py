@@ -475,16 +475,19 @@ def test_the_report_has_the_share_of_values_that_arrive_as_zero() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize(
     ("wire", "value", "dtype", "told"),
-    some([
-        ("float16", 1e-8, torch.float32, "are too small for wire='float16', and arrive as zero in every step"),
-        ("float16", 1e6, torch.float32, "are too large for wire='float16', and arrive as Inf"),
-        ("int8", 1e-50, torch.float64, "are too small for wire='int8', and arrive as zero in every step"),
-        ("int8", 1e50, torch.float64, "are too large for wire='int8', and arrive as Inf"),
-        ("bfloat16", 1e50, torch.float64, "are too large for wire='bfloat16', and arrive as Inf"),
-        ("float16", 1e-6, torch.float32, None),
-        ("int8", 1e-43, torch.float32, None),
-        ("int8", 1e-30, torch.float64, None),
-    ], most=3),
+    some(
+        [
+            ("float16", 1e-8, torch.float32, "are too small for wire='float16', and arrive as zero in every step"),
+            ("float16", 1e6, torch.float32, "are too large for wire='float16', and arrive as Inf"),
+            ("int8", 1e-50, torch.float64, "are too small for wire='int8', and arrive as zero in every step"),
+            ("int8", 1e50, torch.float64, "are too large for wire='int8', and arrive as Inf"),
+            ("bfloat16", 1e50, torch.float64, "are too large for wire='bfloat16', and arrive as Inf"),
+            ("float16", 1e-6, torch.float32, None),
+            ("int8", 1e-43, torch.float32, None),
+            ("int8", 1e-30, torch.float64, None),
+        ],
+        most=3,
+    ),
     ids=str,
 )
 def test_values_outside_of_a_formats_range_are_told_once(

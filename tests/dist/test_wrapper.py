@@ -71,7 +71,9 @@ class Adapted(nn.Module):
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("lists", some(["named_parameters", "parameters", "named_modules", "modules", "named_buffers", "children"], most=2))
+@pytest.mark.parametrize(
+    "lists", some(["named_parameters", "parameters", "named_modules", "modules", "named_buffers", "children"], most=2)
+)
 @pytest.mark.parametrize("way", WRAP)
 def test_all_that_is_registered_is_averaged_whatever_the_model_lists(way: str, lists: str) -> None:
     torch.manual_seed(dist.get_rank())
@@ -751,19 +753,22 @@ TORCHS_IGNORED = "ignored by torch's name"
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("arguments", "settings"),
-    some([
-        ({}, {}),
-        ({"bucket_cap_mb": 3, "forward_sync_buffers": False}, {"bucket_cap_mb": 3, "buffers": "off"}),
-        ({"bucket_cap_mb": 3, "bucket_cap_mb_list": [1, 2]}, {"bucket_cap_mb": (1, 2)}),
-        ({"bucket_cap_mb": 3, "bucket_cap_mb_list": []}, {"bucket_cap_mb": 3}),
-        ({"forward_sync_buffers": True}, {}),
-        ({"ignore": ["2.weight", "0.bias"]}, {"ignore": ("0.bias", "2.weight")}),
-        ({TORCHS_IGNORED: ["2.bias"], "ignore": ["0.bias"]}, {"ignore": ("0.bias", "2.bias")}),
-        (
-            {"config": SyncConfig(overlap=False, ignore=("2.bias",)), "ignore": ["0"]},
-            {"overlap": False, "ignore": ("0.bias", "0.weight", "2.bias")},
-        ),
-    ], most=3),
+    some(
+        [
+            ({}, {}),
+            ({"bucket_cap_mb": 3, "forward_sync_buffers": False}, {"bucket_cap_mb": 3, "buffers": "off"}),
+            ({"bucket_cap_mb": 3, "bucket_cap_mb_list": [1, 2]}, {"bucket_cap_mb": (1, 2)}),
+            ({"bucket_cap_mb": 3, "bucket_cap_mb_list": []}, {"bucket_cap_mb": 3}),
+            ({"forward_sync_buffers": True}, {}),
+            ({"ignore": ["2.weight", "0.bias"]}, {"ignore": ("0.bias", "2.weight")}),
+            ({TORCHS_IGNORED: ["2.bias"], "ignore": ["0.bias"]}, {"ignore": ("0.bias", "2.bias")}),
+            (
+                {"config": SyncConfig(overlap=False, ignore=("2.bias",)), "ignore": ["0"]},
+                {"overlap": False, "ignore": ("0.bias", "0.weight", "2.bias")},
+            ),
+        ],
+        most=3,
+    ),
     ids=str,
 )
 def test_torchs_arguments_become_settings(arguments: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -53,7 +53,9 @@ def test_a_rank_is_named_in_other_rows_and_columns_and_with_other_experts_too(pl
 
 
 @pytest.mark.parametrize(("kind", "error"), [("killed", "RankLost"), ("raises", "PeerFailed")])
-@pytest.mark.parametrize("place", some(["in backward", "in sharded backward", "in gathers", "in comm hook", "in construction"], most=2))
+@pytest.mark.parametrize(
+    "place", some(["in backward", "in sharded backward", "in gathers", "in comm hook", "in construction"], most=2)
+)
 def test_process_groups_may_be_destroyed_right_after_the_error(place: str, kind: str, error: str) -> None:
     """What is under way over them is not waited for, and the process ends as the script does."""
     survivor, faulty = outcomes(PLACES[place].fault(kind, 2, ending="destroyed"))
@@ -177,7 +179,9 @@ def test_a_rank_that_is_killed_with_half_a_message_is_named_all_the_same(
 RAISES = ["in data", "in forward", "in backward", "in launch", "in comm hook", "in mean", "in join", "in optimizer"]
 
 
-@pytest.mark.parametrize(("place", "num_ranks"), some(alternately([*RAISES, "in gathers", "before checkpoint", "in construction"]), most=4))
+@pytest.mark.parametrize(
+    ("place", "num_ranks"), some(alternately([*RAISES, "in gathers", "before checkpoint", "in construction"]), most=4)
+)
 def test_an_exception_is_told_to_all_others(place: str, num_ranks: int, record: Record) -> None:
     record(f"exception {place}", PLACES[place].told(PLACES[place].fault("raises", num_ranks), "PeerFailed", FAILED))
 

@@ -269,7 +269,9 @@ def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     assert Path("out/simulate.png").read_bytes().startswith(PNG_HEAD)
 
 
-@pytest.mark.parametrize("options", some(["skewed.json", "small.json --link 1gbit --skew 0.1", "sharded.json --link 1gbit --skew 0.1"], most=1))
+@pytest.mark.parametrize(
+    "options", some(["skewed.json", "small.json --link 1gbit --skew 0.1", "sharded.json --link 1gbit --skew 0.1"], most=1)
+)
 def test_the_parts_of_a_step_add_up_on_one_rank(options: str, undertow: Undertow) -> None:
     for row in rows_of(undertow(f"simulate {options}").out):
         step_ms, *parts_ms = map(float, row[3:7])
@@ -461,7 +463,9 @@ def test_muon_has_whole_matrices_without_embeddings() -> None:
         assert not any(spec.is_whole for spec in cut)
 
 
-@pytest.mark.parametrize(("points", "link", "warns"), some([((), "", True), (((1e7, 1.1e4),), "", False), ((), "--link 1gbit", False)], most=1))
+@pytest.mark.parametrize(
+    ("points", "link", "warns"), some([((), "", True), (((1e7, 1.1e4),), "", False), ((), "--link 1gbit", False)], most=1)
+)
 def test_costs_of_one_size_are_named(points: tuple[tuple[float, float], ...], link: str, warns: bool, undertow: Undertow) -> None:
     replace(SMALL, curves={"all_reduce": CostCurve(points=((1e6, 2e3), *points))}).save("one.json")
     assert ("Warning: messages of one size were measured" in undertow(f"simulate one.json {link}").out) == warns

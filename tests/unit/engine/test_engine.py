@@ -831,7 +831,9 @@ def test_the_plan_follows_rank_0s_order_from_the_second_step_on(order: str) -> N
 
 @pytest.mark.parametrize(
     ("settings", "num_more"),
-    some([({"record": "off"}, 0), ({}, 1), ({"bucket_cap_mb": None}, 2), ({"bucket_cap_mb": None, "auto_tune": False}, 1)], most=2),
+    some(
+        [({"record": "off"}, 0), ({}, 1), ({"bucket_cap_mb": None}, 2), ({"bucket_cap_mb": None, "auto_tune": False}, 1)], most=2
+    ),
 )
 def test_ranks_measure_once_and_send_nothing_else_afterwards(settings: dict[str, Any], num_more: int) -> None:
     def train(training: Training) -> None:
