@@ -123,11 +123,6 @@ def require_orders(*wanted: list[tuple[int, ...]], uses: list[tuple[int, ...]], 
 
 
 @in_ranks(2, 3)
-def test_the_second_step_has_the_order_that_rank_0_observed() -> None:
-    require_orders(REGISTERED, REGISTERED[::-1], REGISTERED[::-1], uses=[REVERSED, IN_ORDER, ROTATED])
-
-
-@in_ranks(2, 3)
 @pytest.mark.parametrize("order", ["reverse", "observed, with deterministic algorithms"])
 def test_an_order_that_was_asked_for_stays(order: str) -> None:
     name, _, is_deterministic = order.partition(", ")
