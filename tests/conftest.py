@@ -16,7 +16,7 @@ from undertow.cli import main
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
-settings.register_profile("thorough", deadline=None, max_examples=100, print_blob=True)
+settings.register_profile("thorough", deadline=None, max_examples=50, print_blob=True)
 POOLS, SERVERS = RankPools(), contextlib.ExitStack()
 
 
