@@ -37,7 +37,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("order", some(list(permutations(["outer", "module", "optimizer"])), most=3))
+@pytest.mark.parametrize("order", some([(order,) for order in permutations(["outer", "module", "optimizer"])], most=3))
 @pytest.mark.parametrize("num_steps", [4, 7])
 def test_the_states_of_a_run_may_be_loaded_in_any_order(order: tuple[str, ...], num_steps: int) -> None:
     with replica(net(), OUTER) as ddp:

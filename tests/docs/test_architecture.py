@@ -48,7 +48,11 @@ def test_the_schedule_on_a_page_is_lowered_so(page: Path) -> None:
 
 def test_the_map_of_tests_has_every_room_and_names_tests_that_exist() -> None:
     text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1:3] for line in text.split("## If you change this, run that")[1].splitlines() if line.startswith("| `") and "`tests/" in line]
+    rows = [
+        line.split("|")[1:3]
+        for line in text.split("## If you change this, run that")[1].splitlines()
+        if line.startswith("| `") and "`tests/" in line
+    ]
     rooms = {room for mapped, _ in rows for room in re.findall(r"`([\w.]+)`", mapped)}
     places = [place for _, tests in rows for place in re.findall(r"tests/[\w./]+", tests)]
     found = {path.name for path in (ROOT / "src" / "undertow").iterdir()}
