@@ -21,8 +21,8 @@ from undertow.ranks.transport import Handle, OwnGroup
 from undertow.tune import Trials, Verdict
 
 NUM_STEPS_COUNTED = 5  # of a window. The step that ends with a new plan's first round is left out
-# The first steps in a format are left out too: up to five took 40 % longer than
-# later ones of the same plan, over a link of 1 Gb/s.
+# The first steps in a format are left out too: over a link of 1 Gb/s up to five took 40 % longer
+# than later ones of the same plan.
 NUM_FIRST_STEPS = 5
 MOST_DROPS = 2  # trials that are dropped begin again once
 _MOST_TIMES_BLOCKED = 100  # windows in which another model of the process tried plans
@@ -72,7 +72,6 @@ class Trying:
         self._recorder, self._group, self._make_trials = recorder, group, make_trials
         self._marks: list[Mark] = []  # the ends of the rounds of this window
         self._forwards: list[int] = []  # the training forwards of each of these steps
-        self._num_left_out = 0  # first rounds of this window
         self._num_forwards: float | None = None  # of a step, in all windows
         self._num_times_blocked = 0
         self._steps_of_other = 0  # of the model that tries plans, when it was last looked at
@@ -94,19 +93,21 @@ class Trying:
     @property
     def is_last_of_window(self) -> bool:
         """True if the end of the next round sends the times of the window."""
-        return len(self._marks) == NUM_STEPS_COUNTED
+        return len(self._marks) == self._num_steps_of_window
+
+    @property
+    def _num_steps_of_window(self) -> int:
+        is_first_in_format = self.is_new and self.trials is not None and any(self.trials.plan.wires)
+        return NUM_STEPS_COUNTED + (NUM_FIRST_STEPS if is_first_in_format else 0)
 
     def round_ends(self, plan: Plan, num_forwards: int) -> None:
         """Called at the end of a sound round under `plan`, after so many training forwards."""
         if self.trials is None:
             self.trials = self._make_trials(plan)
         self.num_steps += 1
-        if self._num_left_out > 0:
-            self._num_left_out -= 1
-            return
         self._marks.append(self._recorder.mark())
         self._forwards.append(num_forwards)
-        if len(self._marks) > NUM_STEPS_COUNTED:
+        if len(self._marks) > self._num_steps_of_window:
             self._send()
 
     def forget_window(self) -> None:
@@ -129,8 +130,6 @@ class Trying:
             self.trials.window_ends(median(times_ms))
         if self.is_over:
             self._leave()
-        if self.is_new and any(self.trials.plan.wires):
-            self._num_left_out = NUM_FIRST_STEPS
         return self.trials.present if self.stopped else self.trials.plan
 
     def candidate_fails(self, rank: int) -> None:
@@ -177,10 +176,10 @@ class Trying:
         self._leave()
 
     def _send(self) -> None:
-        times_ms = [
-            self._recorder.us_between(start, stop) / 1e3 for start, stop in pairwise(self._marks)
-        ]
-        forwards = (max(self._forwards), -min(self._forwards))
+        marks = self._marks[-NUM_STEPS_COUNTED - 1 :]
+        times_ms = [self._recorder.us_between(start, stop) / 1e3 for start, stop in pairwise(marks)]
+        num_forwards = self._forwards[-NUM_STEPS_COUNTED - 1 :]
+        forwards = (max(num_forwards), -min(num_forwards))
         # [steps + 3] float64
         times = torch.tensor([*times_ms, *forwards, self._obstacle()], dtype=torch.float64)
         self._times = times.to(self._group.device)
