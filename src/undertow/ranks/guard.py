@@ -10,7 +10,6 @@ Reasons: docs/design/lost-ranks.md.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import multiprocessing.util
@@ -145,8 +144,7 @@ def _meeting(
 
     try:
         store = private.default_store()
-        # a list of thousands of ranks is longer than a store's key may be
-        name = f"undertow/ring/{hashlib.sha256(json.dumps(ranks).encode()).hexdigest()}"
+        name = f"undertow/ring/{private.name_of(ranks)}"
         key = f"{name}/{store.add(f'{name}/tries/{rank}', 1)}"
         over = f"{key}/over"
         on_wait(())

@@ -124,6 +124,14 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+def name_of(ranks: Sequence[int]) -> str:
+    """Returns a short name for these ranks, the same in every process.
+
+    It is part of keys of torch's store, which refuses keys above 8 KB.
+    """
+    return hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:24]
+
+
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
     """Creates a process group of these ranks, including this one; a collective call for these ranks
     only.
@@ -136,8 +144,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
     """
     world, default = _c10d._world, _c10d._get_default_group()
     _, store = world.pg_map[default]
-    # every key of the group has its name, and torch's store refuses keys above 8 KB
-    members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:24]
+    members = name_of(ranks)
     number = (int(store.add(f"undertow/{members}", 1)) - 1) // len(ranks)
     group, _ = _c10d._new_process_group_helper(
         len(ranks),
