@@ -86,9 +86,7 @@ REMOVALS = (
     ),
     Removal(EXCHANGES, "            mean.wait()\n            if sent", "            if sent"),
     Removal(EXCHANGES, "            work.wait()\n            hardware.keep(sent)", "            hardware.keep(sent)"),
-    Removal(
-        "buckets/bucket.py", "        for handle in handles:\n            handle.wait()\n        self.marks", "        self.marks"
-    ),
+    Removal("buckets/transfer.py", "        for handle in handles:\n            handle.wait()\n", ""),
     Removal("buckets/bucket.py", "            for handle in handles:\n                handle.wait()\n", "            pass\n"),
     Removal(
         "sharded/gathers.py",
@@ -96,7 +94,7 @@ REMOVALS = (
         "                    pass\n            except",
     ),
     Removal("engine/round.py", "        device.wait_for(streams)\n", ""),
-    Removal("sharded/bucket.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
+    Removal("sharded/placeholder.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
     Removal("sharded/steps.py", "                handle.wait()\n        for slot", "                pass\n        for slot"),
     Removal("engine/measuring.py", "        exchange.handle.wait()\n", ""),
     Removal("sync/handles.py", "            self._handle.wait()", "            pass"),
@@ -137,11 +135,11 @@ REMOVALS = (
         "            _ = means\n\n",
     ),
     Removal(EXCHANGES, f"            {HARDWARE}.keep(message)", "            pass"),
-    Removal("buckets/bucket.py", "        self.shared.reducer.group.hardware.keep(self.memory.flat)", "        pass"),
+    Removal("buckets/bucket.py", "        self._shared.reducer.group.hardware.keep(memory.flat)", "        pass"),
     Removal("engine/round.py", "            bucket.keep_gradients()", "            pass"),
     Removal("buckets/bucket.py", "        self._keep(self._late.values())\n", ""),
     Removal("sharded/steps.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),
-    Removal("sharded/bucket.py", "device_of(param.device).keep(param)", "param"),
+    Removal("sharded/params.py", "device_of(param.device).keep(param)", "param"),
     Removal("optim/state.py", "return device_of(state.device).keep(state)", "return state"),
     Removal("ranks/parcels.py", "            forget_scratch()  # this", "            pass  # this"),
     # Streams

@@ -76,7 +76,7 @@ class CommHook:
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
         _check_signature(hook)
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
-        self._hook = partial(hook, state)
+        self._state, self._hook = state, hook
         self._worker: Worker | None = None
         self._failures: list[BaseException] = []
 
@@ -121,7 +121,7 @@ class CommHook:
     @torch.no_grad()
     def _call(self, bucket: HookedBucket) -> Handle:
         target = bucket.buffer()
-        future = self._hook(bucket)
+        future = self._hook(self._state, bucket)
         require(
             isinstance(future, torch.Future),  # the base class of torch.futures.Future
             "expected the communication hook to return a torch.futures.Future, got "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from undertow.errors import NonFiniteGradient, PhaseError, require
 from undertow.ranks.transport import OwnGroup
-from undertow.sharded.bucket import GradientPlaceholder
+from undertow.sharded.placeholder import GradientPlaceholder
 from undertow.sharded.steps import finish_before_look
 from undertow.sync.gradient_sync import GradientSync, sync_of
 from undertow.torch_private import private

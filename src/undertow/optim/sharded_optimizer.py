@@ -22,7 +22,7 @@ from undertow.optim.state import (
     gather_states,
     updates_whole_parameters,
 )
-from undertow.sharded.bucket import ShardPart
+from undertow.sharded.params import ShardPart
 from undertow.sharded.steps import Sharding
 from undertow.sync.gradient_sync import GradientSync, sync_of
 from undertow.sync.zeroing import ZeroesWithoutReading

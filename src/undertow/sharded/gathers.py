@@ -33,7 +33,7 @@ from undertow.errors import PhaseError, UndertowError, require
 from undertow.ranks.exchanges import Collectives
 from undertow.ranks.threads import WorkerThread
 from undertow.ranks.transport import Handle
-from undertow.sharded.bucket import FlatParams
+from undertow.sharded.params import FlatParams
 from undertow.torch_private import private, tables
 from undertow.torch_private.module_hook import ModuleHook
 

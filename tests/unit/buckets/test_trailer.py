@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.strategies import spec
-from undertow.buckets.bucket import BucketMemory
+from undertow.buckets.memory import BucketMemory
 from undertow.buckets.trailer import Facts, Reading, TrailerCodec
 from undertow.plan import plan_from_groups, signature_of
 from undertow.plan.facts import FACTS, FactKind
