@@ -37,9 +37,10 @@ from undertow.buckets.trailer import TrailerCodec
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
 from undertow.ranks.dither import Stage, Turn
-from undertow.ranks.exchanges import Collectives
+from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.parcels import Encoded, Parcel
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP, OpKind, Strategy
 from undertow.torch_private import private
 
@@ -156,7 +157,7 @@ class Layout:
 
     strategy: Strategy = DDP
     # that reduce or gather its shards
-    exchanges: tuple[Collectives, ...] = ()
+    exchanges: tuple[Exchanges, ...] = ()
 
     def __init__(self, group: OwnGroup) -> None:
         self.group = group

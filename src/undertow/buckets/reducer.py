@@ -16,9 +16,10 @@ from undertow.buckets.lost import LostValues
 from undertow.config import SyncConfig, refused
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts
-from undertow.ranks.exchanges import Collectives, exchanges_over
+from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.parcels import Encoded
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.wire import WIRES
 
 
@@ -29,7 +30,7 @@ class Reducer:
     group: OwnGroup
     config: SyncConfig
     # adds in rank order, if the settings ask for it, and exchanges gradients in a format
-    exchanges: Collectives | None
+    exchanges: Exchanges | None
     hook: CommHook | None = None
 
     @classmethod

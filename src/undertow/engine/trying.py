@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from undertow.buckets.recorder import Mark, Recorder
 from undertow.plan import Plan
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.tune import Trials, Verdict
 
 NUM_STEPS_COUNTED = 5  # of a window. The step that ends with a new plan's first round is left out

@@ -31,7 +31,7 @@ from undertow.outer.replicas import Replicas
 from undertow.plan.layout import ParamSpec, equal_parts, padded_numel, slots_of
 from undertow.ranks.dither import Stage, Turn
 from undertow.ranks.parcels import Encoded, Parcel
-from undertow.ranks.transport import Handle
+from undertow.ranks.handle import Handle
 from undertow.torch_private import private
 from undertow.wire import wire_for
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from undertow.config import Outer
 from undertow.outer.facts import ReplicaFacts
 from undertow.outer.step_settings import StepSettings
-from undertow.ranks.exchanges import Collectives
+from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.transport import OwnGroup
 
 
@@ -23,7 +23,7 @@ class Replicas:
     def __init__(  # noqa: PLR0913  # what a fragment needs to know of its surroundings
         self,
         all_ranks: OwnGroup,
-        exchanges: Collectives,
+        exchanges: Exchanges,
         row: OwnGroup | None,
         outer: Outer,
         *,
