@@ -87,8 +87,7 @@ REMOVALS = (
     Removal("ranks/agreement.py", "        handle.wait()\n        arrived", "        arrived"),
     Removal("ranks/agreement.py", "        handle.wait()\n        for index", "        for index"),
     Removal("by_hand/average.py", "    manager.wait_for_all()\n", ""),
-    Removal("by_hand/average.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
-    Removal("by_hand/average.py", "all_reduce_over(counts, group).wait()", "all_reduce_over(counts, group)"),
+    Removal("by_hand/average.py", "all_reduce_over(said, group).wait()", "all_reduce_over(said, group)"),
     Removal("by_hand/buckets.py", "        self.reduction_handle.wait()", "        pass"),
     Removal(
         "buckets/comm_hook.py",
@@ -135,8 +134,7 @@ REMOVALS = (
     # Guards of reads
     Removal("engine/round.py", "is_host or must_know or compiled.is_learning", "is_host or compiled.is_learning"),
     Removal("engine/round.py", "if not (compiled.group.hardware.is_host or must_know", "if not (True or must_know"),
-    Removal("buckets/trailer.py", "bits if device.is_host else device.to_device(bits, bits.dtype)", "bits"),
-    Removal("buckets/trailer.py", "mine[place].copy_(device.to_device(bits, bits.dtype))", "mine[place].copy_(bits)"),
+    Removal("buckets/facts.py", "bits if device.is_host else device.to_device(bits, bits.dtype)", "bits"),
     Removal("buckets/finite.py", "if is_host and not not_finite(values", "if not not_finite(values"),
     Removal("buckets/finite.py", "if not is_host:\n        nothing", "if False:\n        nothing"),
     Removal("buckets/comm_hook.py", "if not group.hardware.is_host:", "if False:"),

@@ -40,13 +40,13 @@ from undertow.engine.trying import NUM_STEPS_COUNTED, Trying
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
 from undertow.ranks import agreement, connections, patience
+from undertow.ranks.carriers import PostedMessages
 from undertow.ranks.dither import Stage as Stage
 from undertow.ranks.dither import Turn as Turn
-from undertow.ranks.carriers import PostedMessages
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import BACKENDS, Abilities, GroupRef
-from undertow.ranks.parcels import FullWidth
 from undertow.ranks.handle import ThreadWork
+from undertow.ranks.parcels import FullWidth
 from undertow.ranks.transport import OwnGroup
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind

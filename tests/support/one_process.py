@@ -46,9 +46,9 @@ from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
-from undertow.ranks.handle import Handle
 from undertow.ranks.watch import NullWatch
 from undertow.schedule import Op
 from undertow.sharded import groups

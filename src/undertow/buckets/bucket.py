@@ -38,8 +38,8 @@ from undertow.errors import listed
 from undertow.plan import Bucket, Plan
 from undertow.ranks.dither import Stage, Turn
 from undertow.ranks.exchanges import Exchanges
-from undertow.ranks.parcels import Encoded, Parcel
 from undertow.ranks.handle import Handle
+from undertow.ranks.parcels import Encoded, Parcel
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP, OpKind, Strategy
 from undertow.torch_private import private

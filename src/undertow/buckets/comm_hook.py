@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from undertow.errors import WrongType, require
-from undertow.ranks.threads import Worker, may_be_stuck
 from undertow.ranks.handle import Handle
+from undertow.ranks.threads import Worker, may_be_stuck
 from undertow.ranks.transport import OwnGroup
 
 

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 from undertow.device import Accelerator
-from undertow.ranks.parcels import Coding
 from undertow.ranks.handle import Handle
+from undertow.ranks.parcels import Coding
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import Op
 from undertow.trace import BucketRecord, StepRecord

@@ -17,8 +17,8 @@ from undertow.config import SyncConfig, refused
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import Exchanges, exchanges_over
-from undertow.ranks.parcels import Encoded
 from undertow.ranks.handle import Handle
+from undertow.ranks.parcels import Encoded
 from undertow.ranks.transport import OwnGroup
 from undertow.wire import WIRES
 

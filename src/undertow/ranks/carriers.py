@@ -231,10 +231,7 @@ class BackendCollectives:
 
     @torch.no_grad()
     def start(self, first: Stage, behind: Handle | None = None) -> Handle:
-        if behind is None:
-            wait = first()
-        else:
-            wait = self._aside(Wait((behind,), first))
+        wait = first() if behind is None else self._aside(Wait((behind,), first))
         while wait is not None and not wait.is_last:
             wait = self._aside(wait)
         assert wait is not None  # an exchange has a last wait
@@ -291,9 +288,7 @@ class BackendCollectives:
         rooms, rank = _rooms(sizes), self.group.rank
         own = self.take(rooms[rank], dtype).zero_()
         flat = self.take(sum(rooms), dtype)
-        messages = [
-            room[:size] for room, size in zip(torch.split(flat, rooms), sizes, strict=True)
-        ]
+        messages = [room[:size] for room, size in zip(torch.split(flat, rooms), sizes, strict=True)]
         return Gathering(own, messages, held=[flat], flat=flat, sizes=rooms)
 
     def expect_parts(

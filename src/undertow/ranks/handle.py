@@ -53,9 +53,7 @@ class Handle:
         self._arrived: torch.Event | None = None  # the end of the first wait
 
     @classmethod
-    def in_thread(
-        cls, call: Task, thread: Worker, *, complete: Callable[[Work], object]
-    ) -> Handle:
+    def in_thread(cls, call: Task, thread: Worker, *, complete: Callable[[Work], object]) -> Handle:
         """Calls `call` in a thread."""
         work = ThreadWork()
         thread.submit(work.run, call)

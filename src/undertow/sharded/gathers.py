@@ -31,8 +31,8 @@ from undertow.buckets.bucket import LiveBucket
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.errors import PhaseError, UndertowError, require
 from undertow.ranks.exchanges import Exchanges
-from undertow.ranks.threads import WorkerThread
 from undertow.ranks.handle import Handle
+from undertow.ranks.threads import WorkerThread
 from undertow.sharded.bucket import FlatParams
 from undertow.torch_private import private, tables
 from undertow.torch_private.module_hook import ModuleHook

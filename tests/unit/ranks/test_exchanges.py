@@ -23,8 +23,8 @@ from undertow.plan.layout import equal_parts
 from undertow.ranks.carriers import BackendCollectives, PostedMessages
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import GroupRef
-from undertow.ranks.parcels import Encoded, FullWidth
 from undertow.ranks.handle import Handle, ThreadWork
+from undertow.ranks.parcels import Encoded, FullWidth
 from undertow.ranks.transport import OwnGroup
 from undertow.wire import WIRES
 
