@@ -39,7 +39,7 @@ from undertow.engine.measuring import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.engine.trying import NUM_STEPS_COUNTED, Trying
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
-from undertow.ranks import agreement, connections, patience
+from undertow.ranks import agreement, connections, handshake, patience
 from undertow.ranks.carriers import PostedMessages
 from undertow.ranks.dither import Stage as Stage
 from undertow.ranks.dither import Turn as Turn
@@ -369,7 +369,7 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
 
 def without_a_ring() -> contextlib.AbstractContextManager[object]:
     """Inside, no rank can listen for the others."""
-    return mock.patch.object(connections, "own_address", side_effect=OSError("no such interface"))
+    return mock.patch.object(handshake, "own_address", side_effect=OSError("no such interface"))
 
 
 def of_version(version: str) -> contextlib.AbstractContextManager[object]:

@@ -30,11 +30,11 @@ class Wait:
     """The end of a stage: when the works are complete, the next one follows."""
 
     works: Sequence[Work]
-    then: "Stage"
+    then: "ExchangeStage"
     is_last: bool = True  # the next stage completes the exchange
 
 
-Stage: TypeAlias = Callable[[], Wait | None]
+ExchangeStage: TypeAlias = Callable[[], Wait | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class PostedMessages:
         self._posting = group.worker("undertow-posts")
         self._completing = group.worker("undertow-completes")
 
-    def start(self, first: Stage, behind: Handle | None = None) -> Handle:
+    def start(self, first: ExchangeStage, behind: Handle | None = None) -> Handle:
         """Starts an exchange by its first stage, when `behind` is complete."""
         work = ThreadWork()
         before = () if behind is None else (behind,)
@@ -230,7 +230,7 @@ class BackendCollectives:
         self._side = group.hardware.new_stream()
 
     @torch.no_grad()
-    def start(self, first: Stage, behind: Handle | None = None) -> Handle:
+    def start(self, first: ExchangeStage, behind: Handle | None = None) -> Handle:
         wait = first() if behind is None else self._aside(Wait((behind,), first))
         while wait is not None and not wait.is_last:
             wait = self._aside(wait)

@@ -115,7 +115,7 @@ class OwnGroup:
             self.watch = watch_over(ranks, self.rank, self._limits, self.here, within_s=within_s)
         else:
             self.watch = self._within.watch
-        self.watch.interrupts.append(weakref.WeakMethod(self.interrupt))
+        self.watch.groups.append(weakref.ref(self))
         what = "all ranks, to make a process group"
         self.makes_call(what)
         with self.waiting(what):
