@@ -7,6 +7,8 @@ Lateness    how long a rank waits for late ones
 Reasons: docs/design/lost-ranks.md.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
@@ -26,7 +28,7 @@ from undertow.torch_private import private
 @contextlib.contextmanager
 def meeting_of(
     ranks: tuple[int, ...], rank: int, limits: SyncConfig, watch: NullWatch, within_s: float
-) -> Iterator["Meeting"]:
+) -> Iterator[Meeting]:
     """Context for a meeting of these ranks, each of which counts its own.
 
     Raises what `watch` knows of a rank that is gone, or StallTimeout.

@@ -319,7 +319,7 @@ def test_a_neighbor_that_does_not_read_misses_messages_and_no_more(pair: tuple[C
     sent = [b"%d" % number * 10_000 for number in range(100, 1100)]
     for message in sent:
         first.send(message)
-    assert len(first._unsent) < module._MAX_UNSENT + 100_000
+    assert len(first._unsent) < connections._MAX_UNSENT + 100_000
     messages = list[bytes]()
     while first.has_unsent:
         first.flush()
