@@ -408,10 +408,10 @@ CODE_OF_GATHERS, CODE_OF_ROUNDS = Gathers, Engine
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
     "sends": ("shard", "send"),
-    "gathers": ("shard", "_post_all_gather"),
-    "reductions": ("shard", "_exchange"),
+    "gathers": ("shard", "expect"),
+    "reductions": ("shard", "exchange"),
     "sends across": ("replicate", "send"),
-    "reductions across": ("replicate", "_exchange"),
+    "reductions across": ("replicate", "exchange"),
 }
 
 
@@ -419,7 +419,7 @@ def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
     """Has `call` made first, in the thread that does it, at every one of these under the present plan."""
     axis, name = _PLACES[place]
     exchanges = getattr(sharding_of(model).groups, axis)
-    owner = exchanges.group if name == "send" else exchanges
+    owner = exchanges.group if name == "send" else exchanges.carrier
     setattr(owner, name, _after(call, getattr(owner, name)))
 
 
@@ -448,7 +448,7 @@ def before_lines(code: Any, call: Callable[[], object], *, number: int | None = 
 
 
 def post(model: Model, work: Callable[[], object]) -> None:
-    _sharding_after_a_step(model).groups.shard._posting.submit(work)  # type: ignore[attr-defined]
+    _sharding_after_a_step(model).groups.shard.carrier._posting.submit(work)  # type: ignore[union-attr]
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:

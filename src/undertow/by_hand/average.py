@@ -134,8 +134,8 @@ def _require_alike(
     require(
         not others,
         "ranks gave gradients of different shapes or dtypes, or only some gave parameters.",
-        where=f"rank {group.rank()}: {len(values)} gradients, digest {digest:08x}; unlike most "
-        f"ranks: rank {', '.join(map(str, others))}",
+        where=f"rank {', '.join(map(str, others))} differs; rank {group.rank()}: {len(values)} "
+        f"gradients, digest {digest:08x}",
         remedy="Give the gradients of the same parameters in the same order on every rank.",
         error=PlanMismatch,
     )
