@@ -112,6 +112,39 @@ def test_a_shard_is_the_mean_added_up_in_rank_order_and_every_rank_gets_every_pa
 
 
 @in_ranks(2, 3)
+def test_ranks_may_start_gathers_in_different_orders() -> None:
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    numel = 1 << 20  # gloo does not buffer so much
+    flats = [torch.full((num_ranks * numel,), float(rank + number)) for number in range(3)]
+    parts = equal_parts(num_ranks, numel, stop=num_ranks * numel)
+    with exchanging("posted") as exchanges:
+        order = [(rank + number) % 3 for number in range(3)]
+        handles = [exchanges.all_gather(flats[number], parts, number=number) for number in order]
+        for handle in handles:
+            handle.wait()
+    for number, flat in enumerate(flats):
+        assert flat.view(num_ranks, numel)[:, 0].tolist() == [peer + number for peer in range(num_ranks)]
+
+
+@in_ranks(2, 3)
+def test_values_travel_only_if_the_ranks_are_alike() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    with exchanging("posted") as exchanges:
+        started = []
+        for index in range(4):
+            is_alike = index % 2 == 0
+            numel = 1000 if is_alike else 100 * (rank + 1)  # gloo would end the process
+            given = [noise(numel, step=index, rank=peer) for peer in range(num_ranks)]
+            mine, trailer = given[rank].clone(), torch.tensor([1.0, index % 2])
+            handle = exchanges.all_reduce(mine, trailer=trailer, is_alike=lambda told: told[1].item() == 0)
+            started.append((handle, mine, trailer, chain(given) / num_ranks if is_alike else given[rank]))
+        for index, (handle, mine, trailer, wanted) in enumerate(started):
+            handle.wait()
+            assert trailer.tolist() == [num_ranks, num_ranks * (index % 2)]
+            assert torch.equal(mine, wanted)
+
+
+@in_ranks(2, 3)
 @pytest.mark.parametrize("kind", ["posted", "native in order"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mean_is_added_up_in_rank_order(kind: str, dtype: torch.dtype) -> None:
