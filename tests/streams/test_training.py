@@ -84,7 +84,6 @@ def require_alike(it: Streamed, *, tolerance: float = 0.0) -> None:
         torch.testing.assert_close(ours.cpu(), wanted, rtol=0.0, atol=tolerance, msg=f"{name}: {{}}".format)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_ranks(2)

@@ -1,6 +1,6 @@
 """The one way into the library: what a test needs to know of a model's engine, and to do to it, that users cannot.
 
-Outside of tests/unit no other file imports `undertow.runtime` or touches private attributes, so that a change inside of the
+Outside of tests/unit only this file and one_process.py import inner rooms or touch private attributes: a change inside of the
 library changes this file and no test. Every function takes a wrapped model, or what `attach` has returned.
 """
 

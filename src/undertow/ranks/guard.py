@@ -29,7 +29,7 @@ from undertow.ranks.faults import Activity
 from undertow.ranks.handshake import connect_ring
 from undertow.ranks.meeting import meeting_of
 from undertow.ranks.threads import end_workers
-from undertow.ranks.watch import NullWatch, Ring, Watch
+from undertow.ranks.watch import Interruptible, NullWatch, Ring, Watch
 from undertow.torch_private import private
 
 _log = logging.getLogger("undertow")
@@ -88,7 +88,7 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
         return
 
     users = _UsersGroup(group)
-    weak = weakref.ref(users)
+    weak: weakref.ref[Interruptible] = weakref.ref(users)
     watch.groups.append(weak)
     try:
         watch.check()
