@@ -16,7 +16,7 @@ from undertow.cli import main
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
-settings.register_profile("thorough", deadline=None, max_examples=100, print_blob=True)
+settings.register_profile("thorough", deadline=None, max_examples=50, print_blob=True)
 POOLS, SERVERS = RankPools(), contextlib.ExitStack()
 
 
@@ -48,7 +48,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("in_ranks")
     if mark is not None:
         metafunc.fixturenames.append("num_ranks")
-        metafunc.parametrize("num_ranks", mark.args, ids=[f"{size} ranks" for size in mark.args])
+        # A test with parameters of its own meets every number of ranks with some of their values.
+        is_short = not metafunc.config.getoption("thorough") and metafunc.definition.get_closest_marker("parametrize") is None
+        sizes = mark.args[:1] if is_short else mark.args
+        metafunc.parametrize("num_ranks", sizes, ids=[f"{size} ranks" for size in sizes])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,6 +74,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     selection.summarize(terminalreporter)
+
+
+@pytest.fixture(scope="session")
+def pools() -> RankPools:
+    return POOLS
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from benchmarks.__main__ import main
 from benchmarks.matrix import links, run
 from benchmarks.matrix.catalog import SYSTEMS, SystemSpec
-from benchmarks.matrix.cell import Effort
 from benchmarks.matrix.environments import peers, python_of, why_absent
 from benchmarks.matrix.links import PREFIX, remove_abandoned
 from benchmarks.ranks import run_ranks
@@ -74,19 +73,6 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
         assert rows[name]["state_mb"] == pytest.approx(whole / 2, rel=0.02), name
 
 
-def test_start_up_and_memory_are_measured_of_each_system_alone(measure: Measure) -> None:
-    for row in measure("bare", "ours", kind="emulated", link="none", effort=Effort(num_turns=1, has_start_up=True)).values():
-        assert (row["error"], min(row["import_ms"], row["first_step_ms"]) > 0) == (None, True)
-        assert 100 < row["peak_rss_mb"] < 2_000  # torch alone is some 200 MB
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("name", ["gpt", "resnet"])
-def test_models_that_compute_train_right(name: str, measure: Measure) -> None:
-    rows = measure("bare", "ours-untuned", "torch-ddp", kind="emulated", link="none", name=name)
-    assert [row["error"] for row in rows.values()] == [None] * 3
-
-
 @pytest.mark.parametrize("environment", peers())
 def test_every_system_of_a_peer_trains_right_over_the_emulated_link(environment: str, measure: Measure) -> None:
     if python_of(environment) is None:
@@ -98,9 +84,6 @@ def test_every_system_of_a_peer_trains_right_over_the_emulated_link(environment:
 
 FAILING = {
     "forgets to average": "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not",
-    "reads too early": "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not",
-    "wrong on rank 1": "on rank 1: trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all",
-    "fails on rank 1": "ValueError: not on this rank",
     "dies": "rank 1 was killed by SIGKILL. The end of rank 1's log:\nthe last line of rank 1",
 }
 ABSENT = {
@@ -193,7 +176,7 @@ def test_a_shaped_link_counts_what_each_rank_sends(measure: Measure) -> None:
 
 @pytest.mark.root
 @pytest.mark.usefixtures("needs_namespaces")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_matrix_tears_down(number: signal.Signals, runner: subprocess.Popen[str]) -> None:
     ranks = wait_for_its_ranks(runner)
     runner.send_signal(number)

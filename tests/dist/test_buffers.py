@@ -13,6 +13,7 @@ from torch.nested import nested_tensor as nested
 import undertow
 from support.alike import backwards, of_all_ranks
 from support.errors import text_of
+from support.levels import some
 from support.models import CASES, noise
 from support.naive import require_same_gradients, wrapped
 from support.ranks import in_ranks
@@ -28,12 +29,15 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
 @in_ranks(2, 3)
 @pytest.mark.parametrize(
     ("setting", "mode", "follows"),
-    [
-        ("rank0", "training", True),
-        ("off", "training", False),
-        ("rank0", "evaluation", False),
-        ("rank0", "switched off", False),
-    ],
+    some(
+        [
+            ("rank0", "training", True),
+            ("off", "training", False),
+            ("rank0", "evaluation", False),
+            ("rank0", "switched off", False),
+        ],
+        most=2,
+    ),
 )
 def test_a_forward_finds_buffers_as_the_setting_says(setting: str, mode: str, follows: bool) -> None:
     """In a training forward: in an evaluation each rank has its own."""

@@ -36,6 +36,7 @@ from support.checkpoints import (
 )
 from support.errors import text_of
 from support.inside import elements_read
+from support.levels import some
 from support.models import CASES
 from support.pages import Snippet, execute, snippets, titles
 from support.project import ROOT
@@ -131,7 +132,7 @@ ON_A_MESH = Setup(strategy="hybrid", mesh=(2, 2))
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", some(SETUPS, most=1))
 def test_it_is_as_if_there_had_been_no_break(path: Path, name: str) -> None:
     goes_on_like_one_run(SETUPS[name], path)
 
@@ -172,7 +173,7 @@ def loads(setup: Setup, path: Path, state: bytes) -> None:
         require_equal(whole_state(model, optimizer), from_bytes(state))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", some([1, 2, 3, 4], most=2))
 def test_any_number_of_ranks_loads_the_same_bits(pools: dict[int, Ranks], path: Path, num_ranks: int) -> None:
     setup = Setup("brain", bucket_cap_mb=1e-4)
     state, *_ = pools[num_ranks].run(begins, setup, path)
@@ -291,7 +292,7 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint(
 
 # Rank 0 also renames.
 @in_ranks(2)
-@pytest.mark.parametrize(("at", "on_rank"), [("fsync", 0), ("fsync", 1), ("rename", 0)])
+@pytest.mark.parametrize(("at", "on_rank"), some([("fsync", 0), ("fsync", 1), ("rename", 0)], most=1))
 def test_a_save_that_fails_on_a_rank_fails_on_all_and_leaves_the_one_before(path: Path, at: str, on_rank: int) -> None:
     with trained_by(Setup(), num_steps=1) as (model, optimizer):
         save_checkpoint(path, model, optimizer, extra="whole")
@@ -342,7 +343,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("what", some(DAMAGES, most=2))
 def test_a_damaged_checkpoint_is_refused_on_every_rank_by_the_name_of_the_file(path: Path, what: str) -> None:
     name, damage, expected = DAMAGES[what]
     begins_and_is_damaged(path / name, damage)
@@ -362,11 +363,14 @@ def begins_and_is_damaged(path: Path, damage: Callable[[Path], object]) -> None:
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("given", "only_model", "expected"),
-    [
-        (Setup("convolutions"), False, "the checkpoint has no '0.0.weight', which the model has."),
-        (Setup(optimizer="SGD"), False, "the checkpoint holds the state of AdamW, and the optimizer is SGD."),
-        (Setup("oddities"), True, "the checkpoint has no 'empty', which the model has."),
-    ],
+    some(
+        [
+            (Setup("convolutions"), False, "the checkpoint has no '0.0.weight', which the model has."),
+            (Setup(optimizer="SGD"), False, "the checkpoint holds the state of AdamW, and the optimizer is SGD."),
+            (Setup("oddities"), True, "the checkpoint has no 'empty', which the model has."),
+        ],
+        most=1,
+    ),
     ids=["another model", "another optimizer", "the model alone"],
 )
 def test_a_checkpoint_of_something_else_is_refused(path: Path, given: Setup, only_model: bool, expected: str) -> None:
@@ -407,7 +411,7 @@ def test_names_are_the_modules_however_it_is_wrapped_and_extra_states_are_the_fi
 
 # Ranks 0 and 1 have one model, ranks 2 and 3 another one of the same names.
 @in_ranks(4, is_fresh=True)
-@pytest.mark.parametrize("wrap", [attach, DistributedDataParallel])
+@pytest.mark.parametrize("wrap", some([attach, DistributedDataParallel], most=1))
 def test_a_bare_model_is_saved_by_the_ranks_that_synchronize_it(path: Path, wrap: Any) -> None:
     groups = [dist.new_group(half) for half in ([0, 1], [2, 3])]
     mine = dist.get_rank() // 2
@@ -503,7 +507,7 @@ SNIPPETS = [snippet for snippet in snippets(PAGE) if snippet.mark == "two ranks"
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.section)
+@pytest.mark.parametrize("snippet", some(SNIPPETS, most=1), ids=lambda snippet: snippet.section)
 def test_a_snippet_holds(tmp_path: Path, snippet: Snippet) -> None:
     with contextlib.chdir(tmp_path):
         execute(snippet)

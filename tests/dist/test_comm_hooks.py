@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from support.alike import backward_alike, backwards, require_equal_values
 from support.errors import text_of
+from support.levels import some
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, naive_mean, wrapped
 from support.ranks import in_ranks
@@ -83,7 +84,7 @@ def train_both(
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("bucket_cap_mb", [1e-6, None], ids=["many buckets", "default plan"])
 @pytest.mark.parametrize("case", ["mlp", "convolutions", "tied transformer"])
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("name", some(HOOKS, most=3))
 def test_a_hook_does_what_it_does_under_torchs_class(name: str, case: str, bucket_cap_mb: float | None) -> None:
     def loss(model: Any, step: int) -> Tensor:
         with model.no_sync():

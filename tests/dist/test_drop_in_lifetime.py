@@ -23,6 +23,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
+from support.levels import some
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, groups_of, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
@@ -132,7 +133,7 @@ DROPS: dict[str, Callable[[Any], object]] = {
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("is_collected", [True, False], ids=["collected", "wrapped again at once"])
-@pytest.mark.parametrize("name", DROPS)
+@pytest.mark.parametrize("name", some(DROPS, most=3))
 def test_a_wrapper_that_is_dropped_is_closed_and_its_module_can_be_wrapped_again(name: str, is_collected: bool) -> None:
     gc.collect()
     module, num_groups, num_hooks = two_layers(), len(dist.distributed_c10d._world.pg_map), len(_global_optimizer_pre_hooks)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from support.alike import backwards, train
 from support.inside import issued_ops
+from support.levels import some
 from support.models import CASES, Branches, mlp, noise
 from support.naive import collectives, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
@@ -21,7 +22,7 @@ from undertow import DistributedDataParallel, ShardedOptimizer, attach
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize("case_name", some(CASES, most=2))
 def test_gradients_are_views_of_buckets_at_the_same_place_in_every_step(case_name: str) -> None:
     """Each lies in a storage that is larger than itself: a trailer follows it at least."""
     case, places = CASES[case_name], []
@@ -122,11 +123,6 @@ def require_orders(*wanted: list[tuple[int, ...]], uses: list[tuple[int, ...]], 
 
 
 @in_ranks(2, 3)
-def test_the_second_step_has_the_order_that_rank_0_observed() -> None:
-    require_orders(REGISTERED, REGISTERED[::-1], REGISTERED[::-1], uses=[REVERSED, IN_ORDER, ROTATED])
-
-
-@in_ranks(2, 3)
 @pytest.mark.parametrize("order", ["reverse", "observed, with deterministic algorithms"])
 def test_an_order_that_was_asked_for_stays(order: str) -> None:
     name, _, is_deterministic = order.partition(", ")
@@ -164,14 +160,17 @@ def test_the_report_names_the_late_rank(average_in_collective: bool) -> None:
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("num_steps", "settings", "num_traces"),
-    [
-        (0, {}, 0),
-        (1, {}, 1),  # although the next has not begun
-        (3, {}, 2),  # the third is complete when the next one begins
-        (3, {"record": "off"}, 0),
-        (70, {"record": "summary"}, 63),
-        (70, {"record": "full"}, 69),
-    ],
+    some(
+        [
+            (0, {}, 0),
+            (1, {}, 1),  # although the next has not begun
+            (3, {}, 2),  # the third is complete when the next one begins
+            (3, {"record": "off"}, 0),
+            (70, {"record": "summary"}, 63),
+            (70, {"record": "full"}, 69),
+        ],
+        most=2,
+    ),
     ids=str,
 )
 def test_one_rank_may_ask_for_the_report(num_steps: int, settings: dict[str, Any], num_traces: int) -> None:

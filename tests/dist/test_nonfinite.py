@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.alike import heard, of_all_ranks
 from support.errors import text_of
+from support.levels import some
 from support.mixture import loss as mixture_loss
 from support.mixture import mixture, wrapped_mixture
 from support.models import Branches, noise
@@ -70,15 +71,18 @@ def found(rank: int, *, step: int = BAD_STEP) -> str:
 @pytest.mark.parametrize("factor", [torch.inf, torch.nan])
 @pytest.mark.parametrize(
     ("strategy", "settings"),
-    [
-        *((strategy, {}) for strategy in STRATEGIES),
-        ("ddp", {"overlap": False}),
-        ("ddp", {"reduction": "ordered"}),
-        ("ddp", {"average_in_collective": False}),
-        ("ddp", {"wire": "bfloat16"}),
-        ("zero1", {"wire": "bfloat16"}),
-        ("ddp", {"record": "off"}),
-    ],
+    some(
+        [
+            *((strategy, {}) for strategy in STRATEGIES),
+            ("ddp", {"overlap": False}),
+            ("ddp", {"reduction": "ordered"}),
+            ("ddp", {"average_in_collective": False}),
+            ("ddp", {"wire": "bfloat16"}),
+            ("zero1", {"wire": "bfloat16"}),
+            ("ddp", {"record": "off"}),
+        ],
+        most=3,
+    ),
     ids=str,
 )
 def test_every_rank_names_parameter_rank_and_step(factor: float, strategy: str, settings: dict[str, Any]) -> None:
@@ -174,7 +178,7 @@ def require_same_state(first: Any, second: Any) -> None:
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("optimizer_name", ["SGD", "AdamW", "fused AdamW"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some(STRATEGIES, most=2))
 def test_a_skipped_step_leaves_everything_as_it_was(strategy: str, optimizer_name: str) -> None:
     """Training with bad steps is training without them, to the bit, in parameters and in the optimizer's state."""
     # With one plan: rounding follows the plan where three ranks add up.
@@ -355,7 +359,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], float, Callable[[Any], object] |
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", some(FOUND, most=2))
 def test_what_is_not_finite_is_found_wherever_it_is(name: str) -> None:
     make, cap, before, loss, what, buckets = FOUND[name]
     wire = "float16" if name == "large rows" else None
@@ -486,7 +490,9 @@ def require_found(ddp: nn.Module, optimizer: Any, other: int, *, ranks: str, ste
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize(("strategy", "every", "step"), [("ddp", 1, 3), ("ddp", 3, 5), ("zero1", 1, 3), ("zero2", 1, 3)])
+@pytest.mark.parametrize(
+    ("strategy", "every", "step"), some([("ddp", 1, 3), ("ddp", 3, 5), ("zero1", 1, 3), ("zero2", 1, 3)], most=2)
+)
 def test_the_first_parameter_the_ranks_and_the_step_are_named(strategy: str, every: int, step: int) -> None:
     others = ", 2" if dist.get_world_size() == 3 else ""
     with training(MLP.model(), strategy, "SGD", check_replicas_every=every) as (ddp, optimizer):
@@ -517,7 +523,7 @@ def test_experts_are_compared_among_ranks_that_have_the_same() -> None:
 
 
 @in_ranks(2, 3, is_fresh=True, timeout_s=20.0)
-@pytest.mark.parametrize(("num_batches", "spoils"), [(3, False), (2, True), (5, True)])
+@pytest.mark.parametrize(("num_batches", "spoils"), some([(3, False), (2, True), (5, True)], most=1))
 def test_in_a_join_ranks_with_data_are_compared_and_the_others_are_told(num_batches: int, spoils: bool) -> None:
     """Rank 0 has so many batches, and keeps its parameters until the others are through; in step 4 the last rank writes."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from support.errors import text_of
 from support.inside import global_values, leave_unread
+from support.levels import some
 from support.models import noise
 from support.outer import (
     Net,
@@ -50,7 +51,7 @@ OFF = {"momentum": 0.0, "lr": 1.0, "wire": None, "delay": 0, "fragments": 1}  # 
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("wire", some([None, "int8"], most=1))
 def test_one_fragment_without_delay_is_the_reference(wire: str | None) -> None:
     outer = Outer(every=3, fragments=1, delay=0, wire=wire)
     reference = Reference(outer, dist.get_world_size())
@@ -82,7 +83,7 @@ def programs() -> Iterator[tuple[int, Outer, int]]:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", some(range(8), most=3))
 def test_a_drawn_program_is_the_reference(number: int) -> None:
     _, outer, num_micro_batches = list(programs())[number]
     reference = Reference(outer, dist.get_world_size())
@@ -151,7 +152,7 @@ def test_by_default_outer_steps_multiply_the_learning_rate_by_little() -> None:
 
 
 @in_ranks(4)
-@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("wire", some([None, "int8"], most=1))
 def test_rows_of_a_mesh_are_replicas(wire: str | None) -> None:
     """Each row is synchronized in every step; a reference has one replica for a row, with the mean of its gradients."""
     outer = Outer(every=2, fragments=2, delay=1, wire=wire)
@@ -176,7 +177,7 @@ def test_rows_of_a_mesh_are_replicas(wire: str | None) -> None:
 
 
 @in_ranks(4)
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("strategy", some(["zero1", "zero2"], most=1))
 def test_a_sharded_optimizer_within_rows_is_a_plain_one(strategy: str) -> None:
     found = []
     for sharded in (False, True):
@@ -294,7 +295,7 @@ def test_synchronized_shows_the_global_parameters_and_brings_the_own_ones_back()
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("num_steps", [4, 5, 6])
+@pytest.mark.parametrize("num_steps", some([4, 5, 6], most=1))
 def test_a_state_resumes_bit_for_bit_also_with_a_fragment_on_its_way(num_steps: int) -> None:
     outer = Outer(every=4, fragments=2, delay=2, mix=0.5)
     with replica(net(), outer) as ddp:
@@ -317,7 +318,7 @@ def test_a_state_resumes_bit_for_bit_also_with_a_fragment_on_its_way(num_steps: 
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("num_steps", [3, 5])
+@pytest.mark.parametrize("num_steps", some([3, 5], most=1))
 def test_a_checkpoint_resumes_bit_for_bit_and_has_the_global_parameters(num_steps: int, tmp_path: Path) -> None:
     outer, path = Outer(every=4, fragments=2, delay=2), tmp_path / "saved"
     with replica(net(), outer) as ddp:
@@ -606,7 +607,7 @@ def test_steps_count_after_one_that_has_raised() -> None:
 
 
 @in_ranks(2, is_fresh=True)
-@pytest.mark.parametrize("fragments", ["auto", 1])
+@pytest.mark.parametrize("fragments", some(["auto", 1], most=1))
 def test_a_load_on_one_rank_is_an_error_on_all(fragments: int | str) -> None:
     with replica(net(), Outer(every=2, fragments=fragments, delay=0)) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)

@@ -3,11 +3,10 @@
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,17 +90,6 @@ def test_a_load_on_one_rank_is_an_error_before_the_next_step_on_all(strategy: st
 
 
 @in_ranks(2)
-@STRATEGIES
-def test_different_values_loaded_on_all_ranks_are_an_error(strategy: str) -> None:
-    with in_training(strategy) as (ddp, optimizer):
-        load_on([0, 1], ddp.module, 0.25 + dist.get_rank())
-        assert text_of(ReplicaMismatch, lambda: one_step(ddp, optimizer)) == (
-            "parameter '0.weight' has other values on rank 1 than on rank 0.\n"
-            f"  synchronization 2, load_state_dict on rank 0, 1; 6 of 6 parameters differ\n{LOAD}"
-        )
-
-
-@in_ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_the_same_values_on_all_ranks_are_compared_once(strategy: str) -> None:
     with in_training(strategy) as (ddp, optimizer):
@@ -126,18 +114,6 @@ def test_broadcast_parameters_is_the_way_out(strategy: str) -> None:
                 ddp.broadcast_parameters()
                 one_step(ddp, optimizer)
         require_equal_on_all(ddp)
-
-
-@in_ranks(2)
-@STRATEGIES
-def test_a_load_that_is_undone_is_no_error(strategy: str) -> None:
-    """As where one rank evaluates averaged weights."""
-    with in_training(strategy) as (ddp, optimizer):
-        own = copy.deepcopy(ddp.module.state_dict())
-        load_on([0], ddp.module)
-        if dist.get_rank() == 0:
-            ddp.module.load_state_dict(own)
-        one_step(ddp, optimizer)
 
 
 @in_ranks(2)
@@ -195,45 +171,6 @@ def test_a_rate_that_differs_is_an_error_in_the_step_after_it_was_used(strategy:
         )
 
 
-Change = Callable[[dict[str, Any], int], object]
-DIFFERENT: dict[str, Change] = {
-    r"betas of group 1 of AdamW with '0\.bias' is \(0\.9, 0\.999\) on rank 0, \(0\.9, 0\.99\) on rank 1": lambda group, rank: (
-        group.update(betas=(0.9, 0.99 if rank else 0.999))
-    ),
-    r"amsgrad of group 1 of AdamW with '0\.bias' is False on rank 0, True on rank 1": lambda group, rank: group.update(
-        amsgrad=bool(rank)
-    ),
-    r"lr of group 1 of AdamW with '0\.bias' is 0\.5 on rank 0, 0\.25 on rank 1": lambda group, rank: group.update(
-        lr=torch.tensor(0.5 / (1 + rank))
-    ),
-}
-SAME: dict[str, Change] = {
-    "another last digit": lambda group, rank: group.update(lr=0.1 + rank * 2**-55),
-    "one of numpy's": lambda group, rank: group.update(lr=np.float64(0.1) if rank else 0.1),
-    "a tensor": lambda group, rank: group.update(lr=torch.tensor(0.5, dtype=torch.float64) if rank else 0.5),
-    "a whole number": lambda group, rank: group.update(weight_decay=1 if rank else 1.0),
-    "a list": lambda group, rank: group.update(betas=[0.5, 0.75] if rank else (0.5, 0.75)),
-    "another implementation": lambda group, rank: group.update(foreach=bool(rank)),
-    "a word of the program's": lambda group, rank: group.update(seen_on=rank),
-}
-
-
-def two_groups(ddp: nn.Module) -> torch.optim.Optimizer:
-    first, *others = ddp.parameters()
-    return torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.1)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("difference", DIFFERENT)
-def test_the_setting_and_the_group_are_named(difference: str) -> None:
-    with wrapped(Net()) as ddp:
-        optimizer = two_groups(ddp)
-        DIFFERENT[difference](optimizer.param_groups[1], dist.get_rank())
-        one_step(ddp, optimizer)
-        with pytest.raises(PlanMismatch, match=difference):
-            one_step(ddp, optimizer)
-
-
 def of_each_layer(ddp: nn.Module, *rates: float) -> list[torch.optim.Optimizer]:
     layers = [module for module in ddp.modules() if isinstance(module, nn.Linear)]
     return [torch.optim.SGD(layer.parameters(), lr=rate) for layer, rate in zip(layers, rates, strict=True)]
@@ -249,16 +186,6 @@ def test_ranks_may_step_two_optimizers_in_another_order() -> None:
             for optimizer in optimizers[:: -1 if dist.get_rank() else 1]:
                 optimizer.step()
         require_equal_on_all(ddp)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("change", SAME)
-def test_settings_that_step_alike_are_the_same(change: str) -> None:
-    with wrapped(Net()) as ddp:
-        optimizer = two_groups(ddp)
-        SAME[change](optimizer.param_groups[1], dist.get_rank())
-        one_step(ddp, optimizer)
-        one_step(ddp, optimizer)
 
 
 @in_ranks(2)

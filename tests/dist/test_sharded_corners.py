@@ -21,6 +21,7 @@ from support import inside
 from support.alike import of_all_ranks, train
 from support.errors import in_pieces, text_of
 from support.inside import call_before, post
+from support.levels import some
 from support.naive import wrapped
 from support.ranks import in_ranks
 from support.sharded import (
@@ -57,7 +58,7 @@ WRITERS: dict[str, Any] = {
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", some(WRITERS, most=1))
 def test_what_writes_parameters_right_after_a_step_waits_for_gathers(write: str) -> None:
     with stepped(2, optimizer="AdamW", **ORDERED) as (ddp, opt):
         call_before(ddp, "gathers", partial(time.sleep, 0.1))

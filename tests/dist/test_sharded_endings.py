@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from support.errors import text_of
 from support.inside import call_before, interrupt, patience, sharding_of
+from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import MLP, Parameters, destroy, one_step, optimizer_for, reference, require_equal, training
 from undertow import DistributedDataParallel, PeerFailed, PhaseError
@@ -76,7 +77,7 @@ def require_trained(found: Parameters, expected: Parameters) -> None:
 
 # Fresh ranks, because other tests could not use ranks without process groups.
 @in_ranks(2, is_fresh=True)
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", some(ENDINGS, most=2))
 def test_gathers_of_the_last_step_outlive_the_process_group(ending: str) -> None:
     expected = reference(MLP, "ddp", "SGD", num_steps=NUM_STEPS)
     model = DistributedDataParallel(MLP.model())

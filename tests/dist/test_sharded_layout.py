@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from support.errors import text_of
 from support.inside import sharding_of
+from support.levels import some
 from support.models import noise
 from support.naive import collectives
 from support.ranks import in_ranks
@@ -121,7 +122,7 @@ def require_bits_under_rank_0s_order(strategy: str, each: Each, dtype: torch.dty
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("each", [once, accumulates, twice, clears_between])
+@pytest.mark.parametrize("each", some([once, accumulates, twice, clears_between], most=2))
 @STRATEGIES
 def test_rank_0s_order_comes_before_the_first_step_with_the_same_bits(strategy: str, each: Each, dtype: torch.dtype) -> None:
     require_bits_under_rank_0s_order(strategy, each, dtype)
@@ -129,13 +130,13 @@ def test_rank_0s_order_comes_before_the_first_step_with_the_same_bits(strategy: 
 
 @in_ranks(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("each", [once, twice])
+@pytest.mark.parametrize("each", some([once, twice], most=1))
 def test_so_it_does_on_a_mesh(each: Each, dtype: torch.dtype) -> None:
     require_bits_under_rank_0s_order("hybrid", each, dtype)
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], most=1))
 @STRATEGIES
 def test_a_state_that_was_loaded_before_moves_along(strategy: str, dtype: torch.dtype) -> None:
     def trained(*numbers: range) -> Parameters:
@@ -184,7 +185,7 @@ def test_of_several_optimizers_the_last_one_lays_out(strategy: str) -> None:
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], most=1))
 def test_gradients_from_before_the_optimizer_was_made_count(dtype: torch.dtype) -> None:
     """A mean that waits for its step, and gradients that were only accumulated."""
 
@@ -219,7 +220,7 @@ def adds(model: Crossed) -> None:
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("change", [freezes, unfreezes, adds])
+@pytest.mark.parametrize("change", some([freezes, unfreezes, adds], most=1))
 @pytest.mark.parametrize("is_before", [True, False])
 @STRATEGIES
 def test_a_change_lays_out_before_gradients_leave(strategy: str, is_before: bool, change: Callable[[Any], None]) -> None:

@@ -30,6 +30,7 @@ from support.inside import (
     reads_that_wait,
     slow_gathers,
 )
+from support.levels import some
 from support.models import Case, noise
 from support.naive import wrapped
 from support.ranks import in_ranks
@@ -126,7 +127,7 @@ def test_a_read_between_steps_sees_what_was_stepped(strategy: str, settings: dic
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", some(READS, most=7))
 def test_a_read_waits_for_what_is_in_flight(name: str) -> None:
     with stepped(1, **SMALL) as (ddp, opt):
         slow_gathers(ddp)
@@ -311,7 +312,7 @@ def test_a_thread_that_read_before_the_next_step_leaves_that_to_its_own_readers(
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("part", "ends"),
-    [("forward", False), ("forward", True), ("read", False), ("read", True), ("step", False)],
+    some([("forward", False), ("forward", True), ("read", False), ("read", True), ("step", False)], most=2),
     ids=str,
 )
 def test_between_any_two_lines_parameters_can_be_read(part: str, ends: bool) -> None:

@@ -20,6 +20,7 @@ from support.errors import text_of
 from support.inside import NUM_STEPS_UNTIL_A_MOVE as UNTIL_A_MOVE
 from support.inside import NUM_STEPS_UNTIL_A_PROFILE as UNTIL_A_PROFILE
 from support.inside import every_step_takes, refusing_plans
+from support.levels import some
 from support.models import CASES
 from support.naive import TIMEOUT_S, wrapped
 from support.programs import Program, run
@@ -74,7 +75,7 @@ FIXED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", some(FIXED, most=3))
 def test_a_plan_that_was_asked_for_stays(name: str) -> None:
     """The plan of the second step stays, or with a hook the plan of the first, after looks that would have moved it."""
     settings, why = FIXED[name]
@@ -236,6 +237,7 @@ def loss_of_stack(model: nn.Module, _step: int) -> torch.Tensor:
 
 
 # The plan with the best number of buckets is the fastest on the slowest rank; rank 0 alone would take another one.
+@pytest.mark.deep
 @in_ranks(2, 3)
 @pytest.mark.parametrize("best", [1, 16])
 def test_the_steps_of_the_slowest_rank_decide(best: int) -> None:
@@ -312,7 +314,7 @@ def test_parameters_that_change_in_the_middle_of_trials_have_trials_of_their_own
 
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("left_out", [0, 1])
+@pytest.mark.parametrize("left_out", some([0, 1], most=1))
 @pytest.mark.parametrize("place", [UNTIL_A_MOVE - 1, UNTIL_A_MOVE])
 def test_a_rank_that_leaves_a_model_out_in_the_step_of_a_move_holds_nobody_up(left_out: int, place: int) -> None:
     """With two models in one backward, a rank needs what the others send of one before it comes to the other's vote."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.errors import text_of
+from support.levels import some
 from support.naive import wrapped
 from support.ranks import Ranks, in_ranks
 from support.sharded import mesh_of
@@ -164,7 +165,7 @@ def require_same(model: nn.Module, bare: nn.Module) -> None:
 
 
 @in_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", some(MAKES, most=2))
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_whole_parameters_train_as_without_shards(name: str, strategy: str) -> None:
     cls, settings = MAKES[name]
@@ -266,7 +267,7 @@ def resumed(name: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MAKES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", some([1, 2, 3, 4], most=2))
 def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit_on_any_number(
     pools: dict[int, Ranks], tmp_path: Path, name: str, num_ranks: int
 ) -> None:
@@ -275,7 +276,7 @@ def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit_on_any_number(
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", some(MAKES, most=2))
 def test_state_dicts_are_whole_and_plain(name: str) -> None:
     cls, settings = MAKES[name]
     bare = layers()

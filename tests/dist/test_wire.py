@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.errors import text_of
-from support.inside import Stage, Turn, exchanges_of, turn_of, turn_of_experts
+from support.inside import Stage, Turn, carriers_of, turn_of, turn_of_experts
+from support.levels import some
 from support.mixture import MATCH, experts_group
 from support.models import CASES, Wide, noise
 from support.naive import wrapped
@@ -74,7 +75,7 @@ def own_gradients(model: nn.Module, *numbers: int) -> dict[str, Tensor]:
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("wire", FORMATS)
+@pytest.mark.parametrize("wire", some(FORMATS, most=2))
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_gradients_arrive_as_the_mean_of_encoded_values(wire: str, strategy: str) -> None:
     with training(Wide(), strategy, "SGD", wire=wire) as (ddp, opt):
@@ -158,7 +159,7 @@ def test_a_block_that_is_not_finite_spoils_no_other_and_no_later_step(value: flo
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("param_wire", ["int8", "bfloat16"])
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("strategy", some(["zero1", "zero2"], most=1))
 def test_parameters_travel_as_differences_and_errors_do_not_add_up(param_wire: str, strategy: str) -> None:
     exact = trained(WIDE, strategy, "SGD", num_steps=12)
     with training(Wide(), strategy, "SGD", param_wire=param_wire) as (ddp, opt):
@@ -339,7 +340,7 @@ def test_complex_and_narrow_gradients_travel_as_they_are(strategy: str) -> None:
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize(("before", "after"), [("int8", None), (None, "int8"), ("int8", "bfloat16")], ids=str)
+@pytest.mark.parametrize(("before", "after"), some([("int8", None), (None, "int8"), ("int8", "bfloat16")], most=1), ids=str)
 def test_a_checkpoint_continues_under_another_format(tmp_path: Path, before: str | None, after: str | None) -> None:
     path = tmp_path / "saved"
     with training(Wide(), "zero1", "SGD", param_wire=before) as (ddp, opt):
@@ -399,7 +400,7 @@ def test_a_sharded_optimizer_may_follow_a_plan_with_several_formats() -> None:
 def test_memory_for_messages_is_freed_with_the_plan_that_sent_them() -> None:
     strategy = "hybrid" if dist.get_world_size() == 4 else "zero1"
     with training(Wide(), strategy, "SGD", wire="int8") as (ddp, opt):
-        of_whole, *of_shards = exchanges_of(ddp)
+        of_whole, *of_shards = carriers_of(ddp)
         step_of(ddp, opt, WIDE, 0)
         ddp.wait()
         assert not of_whole.free
@@ -408,7 +409,7 @@ def test_memory_for_messages_is_freed_with_the_plan_that_sent_them() -> None:
         opt.zero_grad()
         ddp.module.second.weight.requires_grad_(False)
         WIDE.loss(ddp, 1).backward()  # under another plan, whose messages have other sizes
-        assert exchanges_of(ddp) == [of_whole, *of_shards]
+        assert carriers_of(ddp) == [of_whole, *of_shards]
         assert not any(sizes <= set(axis.free) for sizes, axis in zip(before, of_shards, strict=True))
         opt.step()
 
@@ -435,6 +436,7 @@ class Values(nn.Module):
         return self.values
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 @pytest.mark.parametrize("steps", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
@@ -473,16 +475,19 @@ def test_the_report_has_the_share_of_values_that_arrive_as_zero() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize(
     ("wire", "value", "dtype", "told"),
-    [
-        ("float16", 1e-8, torch.float32, "are too small for wire='float16', and arrive as zero in every step"),
-        ("float16", 1e6, torch.float32, "are too large for wire='float16', and arrive as Inf"),
-        ("int8", 1e-50, torch.float64, "are too small for wire='int8', and arrive as zero in every step"),
-        ("int8", 1e50, torch.float64, "are too large for wire='int8', and arrive as Inf"),
-        ("bfloat16", 1e50, torch.float64, "are too large for wire='bfloat16', and arrive as Inf"),
-        ("float16", 1e-6, torch.float32, None),
-        ("int8", 1e-43, torch.float32, None),
-        ("int8", 1e-30, torch.float64, None),
-    ],
+    some(
+        [
+            ("float16", 1e-8, torch.float32, "are too small for wire='float16', and arrive as zero in every step"),
+            ("float16", 1e6, torch.float32, "are too large for wire='float16', and arrive as Inf"),
+            ("int8", 1e-50, torch.float64, "are too small for wire='int8', and arrive as zero in every step"),
+            ("int8", 1e50, torch.float64, "are too large for wire='int8', and arrive as Inf"),
+            ("bfloat16", 1e50, torch.float64, "are too large for wire='bfloat16', and arrive as Inf"),
+            ("float16", 1e-6, torch.float32, None),
+            ("int8", 1e-43, torch.float32, None),
+            ("int8", 1e-30, torch.float64, None),
+        ],
+        most=3,
+    ),
     ids=str,
 )
 def test_values_outside_of_a_formats_range_are_told_once(

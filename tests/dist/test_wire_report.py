@@ -12,6 +12,7 @@ from torch import nn
 
 from support.alike import of_all_ranks, train
 from support.inside import bytes_given_to_gloo
+from support.levels import some
 from support.models import noise
 from support.ranks import in_ranks
 from support.sharded import training
@@ -108,14 +109,17 @@ def codings_of(report: StepReport) -> dict[str, int]:
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("strategy", "wire", "codings"),
-    [
-        # The gradients; the part of this rank added up, its mean, all means.
-        ("ddp", "int8", {"encode": 2, "decode": 2}),
-        ("ddp", "bfloat16", {"encode": 2, "decode": 2}),
-        ("zero1", "int8", {"encode": 1, "decode": 1}),
-        ("ddp", None, {}),
-        ("zero1", None, {}),
-    ],
+    some(
+        [
+            # The gradients; the part of this rank added up, its mean, all means.
+            ("ddp", "int8", {"encode": 2, "decode": 2}),
+            ("ddp", "bfloat16", {"encode": 2, "decode": 2}),
+            ("zero1", "int8", {"encode": 1, "decode": 1}),
+            ("ddp", None, {}),
+            ("zero1", None, {}),
+        ],
+        most=2,
+    ),
 )
 def test_a_report_tells_when_gradients_were_encoded_and_decoded(strategy: str, wire: str | None, codings: dict[str, int]) -> None:
     with training(odd_model(), strategy, "SGD", wire=wire, bucket_cap_mb=25.0, order="reverse") as (ddp, optimizer):

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from support.alike import backward_alike, of_all_ranks, require_equal_gradients
 from support.errors import text_of
 from support.inside import of_version, on_device
+from support.levels import some
 from support.models import CASES, Branches, mlp, noise
 from support.naive import naive_mean, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
@@ -70,7 +71,9 @@ class Adapted(nn.Module):
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("lists", ["named_parameters", "parameters", "named_modules", "modules", "named_buffers", "children"])
+@pytest.mark.parametrize(
+    "lists", some(["named_parameters", "parameters", "named_modules", "modules", "named_buffers", "children"], most=2)
+)
 @pytest.mark.parametrize("way", WRAP)
 def test_all_that_is_registered_is_averaged_whatever_the_model_lists(way: str, lists: str) -> None:
     torch.manual_seed(dist.get_rank())
@@ -127,7 +130,7 @@ HARMLESS: dict[str, Callable[[nn.Module], object]] = {
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("what", HARMLESS)
+@pytest.mark.parametrize("what", some(HARMLESS, most=2))
 def test_what_has_no_gradient_of_its_own_may_be_put_on_the_wrapper(what: str) -> None:
     with wrapped_and_bare(mlp()) as (ddp, bare):
         HARMLESS[what](ddp)
@@ -160,7 +163,7 @@ STARTS: list[tuple[dict[str, bool], list[str], int, int, bool]] = [
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize(("arguments", "said", "parameters_of", "buffers_of", "follows"), STARTS, ids=str)
+@pytest.mark.parametrize(("arguments", "said", "parameters_of", "buffers_of", "follows"), some(STARTS, most=3), ids=str)
 def test_who_follows_rank_0_at_the_start_is_as_torchs_arguments_say(
     arguments: dict[str, bool], said: list[str], parameters_of: int, buffers_of: int, follows: bool
 ) -> None:
@@ -235,7 +238,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str, int, str]] = {
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("way", WRAP)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", some(CHANGES, most=3))
 def test_ranks_with_different_models_are_told_the_first_difference(name: str, way: str) -> None:
     change, what, num_params, difference = CHANGES[name]
     last, model = dist.get_world_size() - 1, nn.Sequential(*mlp(), nn.Linear(4, 2))
@@ -750,19 +753,22 @@ TORCHS_IGNORED = "ignored by torch's name"
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("arguments", "settings"),
-    [
-        ({}, {}),
-        ({"bucket_cap_mb": 3, "forward_sync_buffers": False}, {"bucket_cap_mb": 3, "buffers": "off"}),
-        ({"bucket_cap_mb": 3, "bucket_cap_mb_list": [1, 2]}, {"bucket_cap_mb": (1, 2)}),
-        ({"bucket_cap_mb": 3, "bucket_cap_mb_list": []}, {"bucket_cap_mb": 3}),
-        ({"forward_sync_buffers": True}, {}),
-        ({"ignore": ["2.weight", "0.bias"]}, {"ignore": ("0.bias", "2.weight")}),
-        ({TORCHS_IGNORED: ["2.bias"], "ignore": ["0.bias"]}, {"ignore": ("0.bias", "2.bias")}),
-        (
-            {"config": SyncConfig(overlap=False, ignore=("2.bias",)), "ignore": ["0"]},
-            {"overlap": False, "ignore": ("0.bias", "0.weight", "2.bias")},
-        ),
-    ],
+    some(
+        [
+            ({}, {}),
+            ({"bucket_cap_mb": 3, "forward_sync_buffers": False}, {"bucket_cap_mb": 3, "buffers": "off"}),
+            ({"bucket_cap_mb": 3, "bucket_cap_mb_list": [1, 2]}, {"bucket_cap_mb": (1, 2)}),
+            ({"bucket_cap_mb": 3, "bucket_cap_mb_list": []}, {"bucket_cap_mb": 3}),
+            ({"forward_sync_buffers": True}, {}),
+            ({"ignore": ["2.weight", "0.bias"]}, {"ignore": ("0.bias", "2.weight")}),
+            ({TORCHS_IGNORED: ["2.bias"], "ignore": ["0.bias"]}, {"ignore": ("0.bias", "2.bias")}),
+            (
+                {"config": SyncConfig(overlap=False, ignore=("2.bias",)), "ignore": ["0"]},
+                {"overlap": False, "ignore": ("0.bias", "0.weight", "2.bias")},
+            ),
+        ],
+        most=3,
+    ),
     ids=str,
 )
 def test_torchs_arguments_become_settings(arguments: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The pages for those who change the library: they are short, and name only what exists."""
+"""The pages for those who change the library name only what exists."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from undertow.schedule import HYBRID, lower_data_parallel
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 DESIGN = ROOT / "docs" / "design"
 PAGES = [ARCHITECTURE, *sorted(DESIGN.glob("*.md"))]
-SOURCE = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+WORDS = {word for path in SOURCES for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
 # Each page that shows a schedule, and the whole of it.
 SCHEDULES = {
     ARCHITECTURE: lower_data_parallel(2),
@@ -33,7 +33,7 @@ def test_classes_and_files_that_a_page_names_exist(page: Path) -> None:
     paths = re.findall(r"`([a-z]\w*/[\w./]*)`", text)
     homes = (ROOT, ROOT / "src" / "undertow")
     assert (
-        [name for name in (*classes, *methods) if not re.search(rf"\b{name}\b", SOURCE)],
+        [name for name in (*classes, *methods) if name not in WORDS],
         [path for path in paths if not any((home / path).exists() for home in homes)],
     ) == ([], [])
 
@@ -44,3 +44,17 @@ def test_the_schedule_on_a_page_is_lowered_so(page: Path) -> None:
     lowered = [line.split() for line in SCHEDULES[page].to_text().splitlines()]
     assert len(shown) > 3
     assert [line for line in shown if line.split() not in lowered] == []
+
+
+def test_the_map_of_tests_has_every_room_and_names_tests_that_exist() -> None:
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    rows = [
+        line.split("|")[1:3]
+        for line in text.split("## If you change this, run that")[1].splitlines()
+        if line.startswith("| `") and "`tests/" in line
+    ]
+    rooms = {room for mapped, _ in rows for room in re.findall(r"`([\w.]+)`", mapped)}
+    places = [place for _, tests in rows for place in re.findall(r"tests/[\w./]+", tests)]
+    found = {path.name for path in (ROOT / "src" / "undertow").iterdir()}
+    assert (found - rooms - {"__init__.py", "__pycache__", "py.typed"}, rooms - found) == (set(), set())
+    assert [place for place in places if not (ROOT / place).exists()] == []

@@ -15,7 +15,7 @@ from benchmarks.matrix.links import NAMESPACES, PREFIX, remove_abandoned
 from support.project import ROOT
 
 pytestmark, PATIENCE_S = pytest.mark.slow, 120.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+SIGNALS = (signal.SIGINT, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -47,7 +47,6 @@ def stopped(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("number", "name", "options"),
     [
-        (signal.SIGINT, "test_with_a_rank_that_is_stopped", ()),
         (signal.SIGKILL, "test_with_a_rank_that_is_stopped", ()),
         (signal.SIGINT, "test_with_ranks_of_a_pool", ("-n", "1")),
     ],

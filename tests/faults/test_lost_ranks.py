@@ -19,18 +19,19 @@ from faults.conftest import Record
 from faults.places import FAILED, FINISHED, GONE, PLACES, WITHIN_S, alternately
 from support.faults import outcomes
 from support.inside import gather_alone
+from support.levels import some
 from support.processes import Ended, Rank, free_port, run_ranks, script, stop_here, wait_until_stopped
 from undertow import DistributedDataParallel
 
 EVERYWHERE = [it for it in PLACES if it not in ("in hybrid backward", "in expert backward", "in launch", "before construction")]
 
 
-@pytest.mark.parametrize(("place", "num_ranks"), alternately(EVERYWHERE))
+@pytest.mark.parametrize(("place", "num_ranks"), some(alternately(EVERYWHERE), most=5))
 def test_a_killed_rank_is_named_on_all_others(place: str, num_ranks: int, record: Record) -> None:
     record(f"killed {place}", PLACES[place].told(PLACES[place].fault("killed", num_ranks), "RankLost", GONE))
 
 
-@pytest.mark.parametrize("place", ["in forward", "in gathers"])
+@pytest.mark.parametrize("place", some(["in forward", "in gathers"], most=1))
 def test_a_rank_that_served_the_store_is_named_too(place: str, record: Record) -> None:
     record(
         "killed, and it served the store",
@@ -46,13 +47,15 @@ def test_a_rank_far_away_from_the_killed_one_learns_of_it(place: str, record: Re
 
 
 @pytest.mark.parametrize("place", ["in hybrid backward", "in expert backward"])
-@pytest.mark.parametrize("faulty", [0, 3])
+@pytest.mark.parametrize("faulty", some([0, 3], most=1))
 def test_a_rank_is_named_in_other_rows_and_columns_and_with_other_experts_too(place: str, faulty: int, record: Record) -> None:
     record(f"killed {place}", PLACES[place].told(PLACES[place].fault("killed", 4, rank=faulty), "RankLost", GONE))
 
 
 @pytest.mark.parametrize(("kind", "error"), [("killed", "RankLost"), ("raises", "PeerFailed")])
-@pytest.mark.parametrize("place", ["in backward", "in sharded backward", "in gathers", "in comm hook", "in construction"])
+@pytest.mark.parametrize(
+    "place", some(["in backward", "in sharded backward", "in gathers", "in comm hook", "in construction"], most=2)
+)
 def test_process_groups_may_be_destroyed_right_after_the_error(place: str, kind: str, error: str) -> None:
     """What is under way over them is not waited for, and the process ends as the script does."""
     survivor, faulty = outcomes(PLACES[place].fault(kind, 2, ending="destroyed"))
@@ -92,7 +95,7 @@ print("trained again")
 """
 
 
-@pytest.mark.parametrize("ending", ["closes", "leaves it"])
+@pytest.mark.parametrize("ending", some(["closes", "leaves it"], most=1))
 def test_a_survivor_may_begin_anew_in_the_same_process(ending: str) -> None:
     """And has nothing to say when it ends."""
     survivor = run_ranks(partial(script, SURVIVES, port=free_port(), next_port=free_port(), ending=ending), 2, is_script=True)[0]
@@ -158,7 +161,7 @@ def kill_when_stopped(at: Path, rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("is_destroyed", [False, True], ids=["left open", "destroyed"])
-@pytest.mark.parametrize("scene", [gathers, wraps_a_model, sends_buffers])
+@pytest.mark.parametrize("scene", some([gathers, wraps_a_model, sends_buffers], most=1))
 def test_a_rank_that_is_killed_with_half_a_message_is_named_all_the_same(
     scene: Callable[[Stops], None], is_destroyed: bool, record: Record
 ) -> None:
@@ -176,12 +179,14 @@ def test_a_rank_that_is_killed_with_half_a_message_is_named_all_the_same(
 RAISES = ["in data", "in forward", "in backward", "in launch", "in comm hook", "in mean", "in join", "in optimizer"]
 
 
-@pytest.mark.parametrize(("place", "num_ranks"), alternately([*RAISES, "in gathers", "before checkpoint", "in construction"]))
+@pytest.mark.parametrize(
+    ("place", "num_ranks"), some(alternately([*RAISES, "in gathers", "before checkpoint", "in construction"]), most=4)
+)
 def test_an_exception_is_told_to_all_others(place: str, num_ranks: int, record: Record) -> None:
     record(f"exception {place}", PLACES[place].told(PLACES[place].fault("raises", num_ranks), "PeerFailed", FAILED))
 
 
-@pytest.mark.parametrize(("kind", "name"), [("closes", "closes"), ("leaves", "exits")])
+@pytest.mark.parametrize(("kind", "name"), some([("closes", "closes"), ("leaves", "exits")], most=1))
 def test_a_rank_that_has_finished_early_is_named_with_its_steps(kind: str, name: str, record: Record) -> None:
     record(f"{name} early, without join", PLACES["in data"].told(PLACES["in data"].fault(kind, 3), "RankLost", FINISHED))
 
@@ -201,7 +206,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("what", some(WRONG, most=1))
 def test_wrong_numbers_are_named_on_all_ranks(what: str, record: Record) -> None:
     kind, settings, error, text = WRONG[what]
     fault = PLACES["in data"].fault(kind, 3, settings=settings)

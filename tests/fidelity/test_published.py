@@ -27,6 +27,7 @@ def test_the_page_has_the_table_of_bert_large() -> None:
     assert bert_large.table() in PAGE
 
 
+@pytest.mark.deep
 def test_the_page_has_the_worst_errors_in_its_text() -> None:
     worst = {num: max(abs(cell.error) for cell in bert_large.cells() if cell.num_ranks == num) for num in (16, 32)}
     assert f"at most {100 * worst[16]:.1f} % on 16 GPUs and {100 * worst[32]:.1f} % on 32" in PAGE

@@ -2,14 +2,12 @@
 
 import os
 import signal
-from collections.abc import Mapping
 
 import torch.distributed as dist
 from benchmarks.matrix.systems import Setting
 from benchmarks.matrix.systems.plain import PlainSystem
 from benchmarks.matrix.truth import NUM_STEPS
 from torch import Tensor
-from torch.nn import Module
 
 
 class Averaging(PlainSystem):
@@ -17,28 +15,6 @@ class Averaging(PlainSystem):
         super().backward(batch)
         for param in self.bare.parameters():
             dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
-
-
-class Late(Averaging):
-    def __init__(self, *models: Module) -> None:
-        super().__init__(*models)
-        self.before = [param.detach().clone() for param in self.bare.parameters()]
-
-    def backward(self, batch: tuple[Tensor, ...]) -> None:
-        now = [param.detach().clone() for param in self.bare.parameters()]
-        self.put(self.before)
-        super().backward(batch)
-        self.put(now)
-        self.before = now
-
-    def put(self, values: list[Tensor]) -> None:
-        for param, value in zip(self.bare.parameters(), values, strict=True):
-            param.data.copy_(value)
-
-
-class Parted(Averaging):
-    def parameters(self) -> Mapping[str, Tensor]:
-        return {name: param + dist.get_rank() for name, param in super().parameters().items()}
 
 
 class Dying(Averaging):
@@ -54,11 +30,6 @@ class Dying(Averaging):
         super().backward(batch)
 
 
-SYSTEMS = {"dies": Dying, "reads too early": Late, "wrong on rank 1": Parted}
-
-
 def build(setting: Setting) -> PlainSystem:
-    how = setting.options["how"]
-    if how == "fails on rank 1" and dist.get_rank() == 1:
-        raise ValueError("not on this rank")
-    return SYSTEMS.get(how, PlainSystem)(setting.model, setting.model)  # otherwise it forgets to average
+    of_class = Dying if setting.options["how"] == "dies" else PlainSystem  # which forgets to average
+    return of_class(setting.model, setting.model)

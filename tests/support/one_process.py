@@ -46,9 +46,9 @@ from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
-from undertow.ranks.transport import Handle
 from undertow.ranks.watch import NullWatch
 from undertow.schedule import Op
 from undertow.sharded import groups
@@ -276,7 +276,7 @@ def hide(tensor: Tensor) -> None:
 
 
 class FakeCollectives:
-    """Exchanges of parts: the results of P2PCollectives. `number` identifies a gather, which ranks start in any order."""
+    """Exchanges of parts: the results of Exchanges. `number` identifies a gather, which ranks start in any order."""
 
     def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
         self.group, self._divisor = group, divisor

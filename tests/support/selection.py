@@ -94,9 +94,12 @@ def require_known(config: pytest.Config) -> None:
 
 
 def without_products(items: Iterable[pytest.Item], *, together: int = 1) -> set[pytest.Item]:
-    """Those with which so many values of different parameters meet in every way; first those whose meetings are all new."""
+    """Those with which so many values of different parameters meet in every way; first those whose meetings are all new.
+
+    Of those, cases that the default runs come first: values that they have together need no case that it leaves out.
+    """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
+    for item in sorted(items, key=lambda item: item.get_closest_marker("deep") is not None):
         functions[item.nodeid.split("[")[0]].append(item)
     return {item for of_one in functions.values() for item in _covering(of_one, together)}
 

@@ -27,8 +27,9 @@ from undertow.buckets.trailer import TrailerCodec
 from undertow.buckets.transfer import Transfer, transfer_of
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
-from undertow.ranks.exchanges import Collectives
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.exchanges import Exchanges
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP, Strategy
 from undertow.torch_private import private
 
@@ -56,7 +57,7 @@ class Layout:
 
     strategy: Strategy = DDP
     # that reduce or gather its shards
-    exchanges: tuple[Collectives, ...] = ()
+    exchanges: tuple[Exchanges, ...] = ()
 
     def __init__(self, group: OwnGroup) -> None:
         self.group = group

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from undertow.errors import WrongType, require
+from undertow.ranks.handle import Handle
 from undertow.ranks.threads import Worker, may_be_stuck
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.transport import OwnGroup
 
 
 class HookedBucket:
@@ -98,7 +99,7 @@ class CommHook:
         self._worker = _thread_beside_this_one()
         self._worker.groups.add(group)
         call = partial(self._call_in_turn, bucket, self._failures)
-        return Handle.in_threads(call, self._worker, complete=group.complete)
+        return Handle.in_thread(call, self._worker, complete=group.complete)
 
     def close(self) -> None:
         """Releases the thread; it ends after the pending calls of the last hook that uses it."""

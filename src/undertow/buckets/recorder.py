@@ -17,8 +17,9 @@ from undertow.buckets.trailer import TrailerCodec
 from undertow.buckets.transfer import Transfer
 from undertow.device import Accelerator
 from undertow.ranks.dither import Turn
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Coding
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.transport import OwnGroup
 from undertow.schedule import Op, OpKind
 from undertow.torch_private import private
 from undertow.trace import BucketRecord, StepRecord

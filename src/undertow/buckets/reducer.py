@@ -17,9 +17,10 @@ from undertow.buckets.trailer import TrailerCodec
 from undertow.config import SyncConfig, refused
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts
-from undertow.ranks.exchanges import Collectives, exchanges_over
+from undertow.ranks.exchanges import Exchanges, exchanges_over
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.transport import OwnGroup
 from undertow.wire import WIRES
 
 
@@ -30,7 +31,7 @@ class Reducer:
     group: OwnGroup
     config: SyncConfig
     # adds in rank order, if the settings ask for it, and exchanges gradients in a format
-    exchanges: Collectives | None
+    exchanges: Exchanges | None
     hook: CommHook | None = None
 
     @classmethod
@@ -106,7 +107,7 @@ class Reducer:
         return self.group.all_reduce_async(tensor)
 
     @cached_property
-    def _ordered(self) -> Collectives | None:
+    def _ordered(self) -> Exchanges | None:
         """The exchanges, if they add whole values in rank order."""
         return self.exchanges if self.config.reduction == "ordered" else None
 

@@ -25,8 +25,8 @@ from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import TrailerCodec
 from undertow.plan import Bucket, Plan
 from undertow.ranks.dither import Stage, Turn
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded
-from undertow.ranks.transport import Handle
 from undertow.schedule import OpKind
 
 

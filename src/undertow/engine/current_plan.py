@@ -39,7 +39,8 @@ from undertow.engine.tuning import Tuning
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, plan_in_order
 from undertow.ranks.agreement import BUILD_ALIKE, surroundings
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 
 _log = logging.getLogger("undertow")
 _Tokens: TypeAlias = weakref.WeakKeyDictionary["CurrentPlan", BackwardToken]

@@ -16,7 +16,8 @@ from typing import TypeAlias, Union
 import torch
 
 from undertow.buckets.bucket import LiveBucket
-from undertow.buckets.trailer import Facts, Reading
+from undertow.buckets.facts import Facts
+from undertow.buckets.trailer import Reading
 from undertow.device import Accelerator
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks

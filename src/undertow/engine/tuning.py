@@ -13,7 +13,7 @@ from undertow.buckets.reducer import Reducer
 from undertow.engine.measuring import Measuring, Present
 from undertow.engine.trying import MOST_DROPS, Trying
 from undertow.plan import Plan, observed, plan_in_order
-from undertow.ranks.transport import Handle
+from undertow.ranks.handle import Handle
 from undertow.schedule import Arrivals
 from undertow.tune import Measured, Trials
 from undertow.wire import AUTO

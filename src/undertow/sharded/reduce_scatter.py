@@ -13,8 +13,8 @@ from undertow.buckets.trailer import TrailerCodec
 from undertow.buckets.transfer import Transfer
 from undertow.plan import Bucket, Plan
 from undertow.ranks.dither import Turn
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded
-from undertow.ranks.transport import Handle
 from undertow.schedule import OpKind
 from undertow.sharded.gradients import ShardedGradients
 from undertow.sharded.groups import ShardGroups

@@ -18,7 +18,8 @@ from undertow.device import Device, device_of
 from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.engine.engine import Engine
 from undertow.errors import UndertowError, WrongType, all_of, require
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
 _WHERE = "mean_over_ranks(number)"

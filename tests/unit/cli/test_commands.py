@@ -16,6 +16,7 @@ import pytest
 
 import undertow as library
 from support.cli import EXAMPLE, MEASURED, MIB, SMALL, Undertow, rows_of, what_if
+from support.levels import some
 from support.project import ROOT
 from support.schedules import schedule_from_text
 from support.strategies import spec
@@ -27,7 +28,7 @@ from undertow.errors import ConfigError
 from undertow.plan import Plan
 from undertow.profile import profile_from_file, profile_from_json
 from undertow.report.what_if import MEASURED as OWN
-from undertow.report.what_if import PLANNED, WhatIf
+from undertow.report.what_if import WhatIf
 from undertow.schedule import STRATEGIES, Strategy
 
 
@@ -66,7 +67,7 @@ def test_help_names_every_option_and_the_exit_codes(command: str, undertow: Unde
     assert (code, [name for name in HELP[command] if name not in text]) == (0, [])
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("command", some(["plan", "simulate"], most=1))
 def test_the_example_of_the_help_runs(command: str, undertow: Undertow, folder: Path) -> None:
     example = re.search(rf"Example: undertow ({command} .*)", undertow(f"{command} --help").out)
     shutil.copytree(ROOT / "examples" / "profiles", folder / "examples" / "profiles")
@@ -145,7 +146,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("line", SHOWN)
+@pytest.mark.parametrize("line", some(SHOWN, most=4))
 def test_a_command_shows(line: str, undertow: Undertow) -> None:
     code, printed, _ = undertow(line)
     shown, hidden = SHOWN[line]
@@ -268,7 +269,9 @@ def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     assert Path("out/simulate.png").read_bytes().startswith(PNG_HEAD)
 
 
-@pytest.mark.parametrize("options", ["skewed.json", "small.json --link 1gbit --skew 0.1", "sharded.json --link 1gbit --skew 0.1"])
+@pytest.mark.parametrize(
+    "options", some(["skewed.json", "small.json --link 1gbit --skew 0.1", "sharded.json --link 1gbit --skew 0.1"], most=1)
+)
 def test_the_parts_of_a_step_add_up_on_one_rank(options: str, undertow: Undertow) -> None:
     for row in rows_of(undertow(f"simulate {options}").out):
         step_ms, *parts_ms = map(float, row[3:7])
@@ -317,15 +320,6 @@ def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
     assert costs.collective_us("all_reduce", 1e6) == pytest.approx(
         what_if(link="80gbit,1us").costs.collective_us("all_reduce", 1e6)
     )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("link", ["1gbit", "10gbit,20us", "400gbit,2us"])
-def test_hardly_any_way_beats_the_planned_buckets(strategy: str, link: str) -> None:
-    *others, optimal = what_if(profile_from_file(EXAMPLE), strategy, num_ranks=8, link=link).steps()
-    assert optimal.method == PLANNED
-    # The best of the family is at most 2.7 % from the best of all plans.
-    assert optimal.step_us <= 1.027 * min(outcome.step_us for outcome in others)
 
 
 @pytest.mark.alone  # processor time, which other processes on the same core inflate
@@ -460,7 +454,9 @@ def test_muon_has_whole_matrices_without_embeddings() -> None:
         assert not any(spec.is_whole for spec in cut)
 
 
-@pytest.mark.parametrize(("points", "link", "warns"), [((), "", True), (((1e7, 1.1e4),), "", False), ((), "--link 1gbit", False)])
+@pytest.mark.parametrize(
+    ("points", "link", "warns"), some([((), "", True), (((1e7, 1.1e4),), "", False), ((), "--link 1gbit", False)], most=1)
+)
 def test_costs_of_one_size_are_named(points: tuple[tuple[float, float], ...], link: str, warns: bool, undertow: Undertow) -> None:
     replace(SMALL, curves={"all_reduce": CostCurve(points=((1e6, 2e3), *points))}).save("one.json")
     assert ("Warning: messages of one size were measured" in undertow(f"simulate one.json {link}").out) == warns
@@ -478,7 +474,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("line", TABLES)
+@pytest.mark.parametrize("line", some(TABLES, most=1))
 def test_a_table_fits_into_80_columns(line: str, undertow: Undertow) -> None:
     code, printed, _ = undertow(line, columns=80)
     assert code == 0

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support import one_process
+from support.levels import some
 from support.models import noise
 from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
@@ -111,7 +112,7 @@ def stop(*_: object) -> None:
 
 
 @pytest.mark.parametrize("kinds", ["linear linear linear", "linear twice-reentrant linear"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4), most=2))
 def test_ranks_without_data_shadow_the_others_and_count_again_afterwards(seed: int, kinds: str) -> None:
     chance = random.Random(seed)
     num_batches = [chance.randrange(5) for _ in range(3)]
@@ -702,7 +703,7 @@ MOVES_AT = one_process.NUM_STEPS_UNTIL_A_MOVE  # the first step under a plan tha
 MOVES = [[[0, 1], [2, 3, 4, 5]], [[5, 4, 3], [2, 1, 0]], [[0], [1], [2], [3], [4], [5]], None]
 
 
-@pytest.mark.parametrize("groups", MOVES)
+@pytest.mark.parametrize("groups", some(MOVES, most=2))
 def test_ranks_move_to_the_plan_that_is_tried(groups: list[list[int]] | None) -> None:
     generations: set[int] = set()
 
@@ -830,7 +831,9 @@ def test_the_plan_follows_rank_0s_order_from_the_second_step_on(order: str) -> N
 
 @pytest.mark.parametrize(
     ("settings", "num_more"),
-    [({"record": "off"}, 0), ({}, 1), ({"bucket_cap_mb": None}, 2), ({"bucket_cap_mb": None, "auto_tune": False}, 1)],
+    some(
+        [({"record": "off"}, 0), ({}, 1), ({"bucket_cap_mb": None}, 2), ({"bucket_cap_mb": None, "auto_tune": False}, 1)], most=2
+    ),
 )
 def test_ranks_measure_once_and_send_nothing_else_afterwards(settings: dict[str, Any], num_more: int) -> None:
     def train(training: Training) -> None:

@@ -75,6 +75,10 @@ def test_other_values_are_not_compared(value: object) -> None:
     assert "lr" not in dict(of(PARAMS[0], lr=value)[0].values)
 
 
+def test_words_of_the_program_and_choices_of_an_implementation_are_not_compared() -> None:
+    assert dict(of(PARAMS[0], seen_on=1, foreach=True)[0].values) == dict(of(PARAMS[0])[0].values)
+
+
 def test_the_first_setting_that_differs_is_named_with_the_values_of_all_ranks() -> None:
     groups = [
         GroupSettings("group 0 of SGD", (("lr", "0.1"), *more)) for more in ((), (("momentum", "0.5"),), (("momentum", "1"),))
