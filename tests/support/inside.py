@@ -514,7 +514,8 @@ def global_values(model: undertow.DistributedDataParallel, name: str) -> torch.T
 
 
 def leave_unread(model: undertow.DistributedDataParallel, facts: list[list[float]]) -> None:
-    """Makes these the facts of the last exchange, which nobody has read yet, as on a device."""
+    """Makes these the facts of each rank in the last exchange, which nobody has read yet, as on a device."""
     (fragment,) = model.outer._fragments
     finite_mean = torch.zeros(1)
-    fragment._said = torch.cat([torch.tensor(facts).flatten(), finite_mean]), None
+    of_each_fact = torch.tensor(facts).T
+    fragment._said = torch.cat([of_each_fact.flatten(), finite_mean]), None

@@ -66,10 +66,10 @@ def require_alike(
         remedy="Load a state of model.outer on every rank or on none.",
         error=Desync,
     )
-    differing = _others({rank: facts.fingerprint for rank, facts in of_ranks.items()})
+    unlike = _others({rank: facts.fingerprint for rank, facts in of_ranks.items()})
     require(
-        not differing,
-        f"rank {differing} has other global parameters than the other replicas.",
+        not unlike,
+        f"rank {unlike} has other global parameters than the other replicas.",
         where=where,
         remedy="Load the same parameters on every rank, or call broadcast_parameters() after. A "
         "run that goes on needs the saved state of model.outer on every rank too.",
