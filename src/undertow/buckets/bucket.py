@@ -24,7 +24,7 @@ from undertow.buckets.recorder import RecordedTransfer, Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.sparse import SparseGradients
 from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import Transfer, transfer_of
+from undertow.buckets.transfer import BucketTransfer, transfer_of
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
 from undertow.ranks.exchanges import Exchanges
@@ -101,7 +101,7 @@ class LiveBucket:
     """
 
     def __init__(
-        self, spec: Bucket, shared: Shared, gradients: BucketGradients, transfer: Transfer
+        self, spec: Bucket, shared: Shared, gradients: BucketGradients, transfer: BucketTransfer
     ) -> None:
         self.spec = spec
         self.gradients = gradients

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 from torch import Tensor
 
 from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import Transfer
+from undertow.buckets.transfer import BucketTransfer
 from undertow.device import Accelerator
 from undertow.ranks.dither import Turn
 from undertow.ranks.handle import Handle
@@ -306,7 +306,7 @@ class RecordedTransfer:
     """
 
     def __init__(
-        self, transfer: Transfer, recorder: Recorder, bucket: int, *, is_only: bool
+        self, transfer: BucketTransfer, recorder: Recorder, bucket: int, *, is_only: bool
     ) -> None:
         self._transfer, self._recorder = transfer, recorder
         self._bucket, self._is_only = bucket, is_only

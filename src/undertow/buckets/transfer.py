@@ -30,7 +30,7 @@ from undertow.ranks.parcels import Encoded
 from undertow.schedule import OpKind
 
 
-class Transfer(ABC):
+class BucketTransfer(ABC):
     """Reduces the packed values of one bucket, and its trailer, over all ranks.
 
         start ──> [start_across ──>] finish
@@ -76,7 +76,7 @@ class Transfer(ABC):
 
 def transfer_of(
     spec: Bucket, plan: Plan, gradients: BucketGradients, params: Sequence[Tensor], reducer: Reducer
-) -> Transfer:
+) -> BucketTransfer:
     """Returns the transfer of a bucket whose gradients are whole on every rank."""
     if reducer.hook is not None and spec.slots:
         return HookedReduction(spec, gradients, params, reducer, reducer.hook)
@@ -88,7 +88,7 @@ def transfer_of(
     return AllReduce(spec, gradients.memory, reducer)
 
 
-class AllReduce(Transfer):
+class AllReduce(BucketTransfer):
     """An all-reduce in full width, by the backend or added in rank order."""
 
     sums_trailer = False
@@ -106,7 +106,7 @@ class AllReduce(Transfer):
         return self._reducer.reduce_each(values)
 
 
-class EncodedExchange(Transfer):
+class EncodedExchange(BucketTransfer):
     """An exchange of parts in a format."""
 
     sums_trailer = True
@@ -134,7 +134,7 @@ class EncodedExchange(Transfer):
         return self._reducer.reduce_each(values)
 
 
-class HookedReduction(Transfer):
+class HookedReduction(BucketTransfer):
     """The user's communication hook, once for a dense bucket or for each sparse gradient."""
 
     sums_trailer = False
@@ -168,7 +168,7 @@ class HookedReduction(Transfer):
         return handles
 
 
-class SparseReduction(Transfer):
+class SparseReduction(BucketTransfer):
     """An all-reduce for each sparse gradient."""
 
     sums_trailer = False

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import Transfer
+from undertow.buckets.transfer import BucketTransfer
 from undertow.plan import Bucket, Plan
 from undertow.ranks.dither import Turn
 from undertow.ranks.handle import Handle
@@ -20,7 +20,7 @@ from undertow.sharded.gradients import ShardedGradients
 from undertow.sharded.groups import ShardGroups
 
 
-class ReduceScatter(Transfer):
+class ReduceScatter(BucketTransfer):
     """A reduce-scatter over the ranks that have the shards, and on a mesh an all-reduce of the
     shard across rows."""
 

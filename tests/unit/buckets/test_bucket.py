@@ -12,7 +12,7 @@ from undertow.buckets.memory import BucketMemory, Copy
 from undertow.buckets.recorder import BucketMarks, RecordedTransfer
 from undertow.buckets.sparse import SparseGradients
 from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import Transfer
+from undertow.buckets.transfer import BucketTransfer
 from undertow.plan import plan_from_groups
 from undertow.ranks.dither import Turn
 from undertow.ranks.transport import Handle
@@ -152,7 +152,7 @@ class _Done:
         """Is complete."""
 
 
-class _Transfer(Transfer):
+class _Transfer(BucketTransfer):
     sums_trailer = False
 
     def __init__(self, events: list[str]) -> None:
