@@ -245,7 +245,7 @@ class Loads:
         self._group = group
         self._settled_in: int | None = None  # the synchronization after which all have compared
 
-    def begins(self, _module: object) -> None:
+    def begins(self) -> None:
         """Called before a load."""
         self.are_here = self.are_known = True
 

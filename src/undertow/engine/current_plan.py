@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from undertow.buckets.bucket import Layout
 from undertow.buckets.comm_hook import CommHook
@@ -64,6 +65,9 @@ class Shards(Protocol):
 
     def lay_out(self) -> None:
         """Called when other parameters are in force, whole on every rank: lays them out."""
+
+    def require_stepper(self, optimizer: Optimizer) -> None:
+        """Raises PhaseError unless `optimizer` updates shards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.engine import Engine
 from undertow.engine.progress import params_of
+from undertow.engine.step_events import StepListener
 from undertow.errors import ConfigError, PhaseError, listed, require
 from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import require_agreement
@@ -337,7 +338,7 @@ class _Stepper:
         return tuple(self.had)
 
 
-class ShardedSteps:
+class ShardedSteps(StepListener):
     """Steps of `module` in shards, exchanged over separate process groups; making one is a
     collective call.
 
@@ -555,6 +556,10 @@ class ShardedSteps:
         except BaseException:
             sharding.gathers.are_cut_off(buckets)
             raise
+
+    def unscaling_begins(self, optimizer: Optimizer) -> None:
+        if not self._is_closed and optimizer in self.steppers:
+            self.begin(optimizer)  # scalers unscale shards in every step, with the same bits
 
     def require_open(self, remedy: str) -> None:
         """Raises PhaseError after `close`."""
