@@ -538,13 +538,13 @@ def decides(
 def fails_to_start(sync: GradientSync) -> None:
     """The next round fails before it has a plan, as one that runs out of memory there."""
     engine = sync._engine
-    start = engine._start
+    start = engine.rounds._start
 
     def fail_once(_begun: Round) -> None:
-        engine._start = start  # type: ignore[method-assign]
+        engine.rounds._start = start  # type: ignore[method-assign]
         raise ZeroDivisionError
 
-    engine._start = fail_once  # type: ignore[method-assign]
+    engine.rounds._start = fail_once  # type: ignore[method-assign]
 
 
 def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:

@@ -1,10 +1,10 @@
 """The events of a step outside of backward. Each of torch's hooks is registered once for a model:
 
-    event                    hook                                              registered
-    step_begins              before the step of any optimizer                  always
-    step_ends                after it                                          on demand
-    unscaling_begins, _ends  around a GradScaler's look at the gradients       always
-    load_begins              before a load into the module or a part of it     on demand
+event                    hook                                              registered
+step_begins              before the step of any optimizer                  always
+step_ends                after it                                          on demand
+unscaling_begins, _ends  around a GradScaler's look at the gradients       always
+load_begins              before a load into the module or a part of it     on demand
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             if not self._sync._engine.is_closure_idle:
                 self._sync.finish()
             ids, reader = set(map(id, params_of(self))), type(self).__name__
-            self._sync._engine.average_before_step(ids, reader=reader, is_sharded=True)
+            self._sync._engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
         self._consolidated = None
         numbers = self._sync._engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank

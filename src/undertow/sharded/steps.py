@@ -602,25 +602,3 @@ class ShardedSteps(StepListener):
 
 def _class_name(stepper: Optimizer) -> str:
     return str(getattr(stepper, "optimizer_class", type(stepper)).__name__)
-
-
-def finish_before_look(engine: Engine, params: Iterable[Tensor], *, reader: str) -> None:
-    """Runs a synchronization before `reader` reads gradients of these parameters, if one is owed,
-    or if gradients were only accumulated and this is outside of `accumulate()`.
-
-    Other ranks may be in theirs.
-    """
-    ids = set(map(id, params))
-    if not engine.is_closed and engine.current_plan.owns_any(ids):
-        engine.finish_before_step(ids)
-        engine.average_before_step(ids, reader=reader, is_sharded=False)
-
-
-def full_gradient(engine: Engine, steps: ShardedSteps | None, param: Tensor) -> Tensor | None:
-    """Returns the mean gradient of a parameter.
-
-    A collective call if ranks have shards of it or owe a synchronization.
-    """
-    finish_before_look(engine, [param], reader="full_gradient")
-    sharding = None if steps is None else steps.sharding
-    return param.grad if sharding is None else sharding.full_gradient(param)

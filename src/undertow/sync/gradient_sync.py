@@ -40,7 +40,7 @@ from undertow.profile import Profile
 from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
-from undertow.sharded.steps import ShardedSteps, full_gradient
+from undertow.sharded.steps import ShardedSteps
 from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
 from undertow.sync.late_backward import warn_of_late_backward
@@ -142,7 +142,8 @@ class GradientSync:
         attached.callback(engine.close)
         events = self._events = StepEvents()
         attached.callback(events.close)
-        events.subscribe(EngineSteps(engine, self._config))
+        self._engine_steps = EngineSteps(engine, self._config)
+        events.subscribe(self._engine_steps)
         if all_ranks is not None:
             attached.callback(_add_outer(self, all_ranks).close)
         if engine.current_plan.is_active:
@@ -353,7 +354,9 @@ class GradientSync:
             if any(param is own for _, own in expert._members.named_params())
         )
         owner = next(owners, self)
-        return full_gradient(owner._engine, owner._steps, param)
+        owner._engine_steps.finish_before_look([param], reader="full_gradient")
+        sharding = None if owner._steps is None else owner._steps.sharding
+        return param.grad if sharding is None else sharding.full_gradient(param)
 
     def broadcast_parameters(self) -> None:
         """Copies rank 0's parameters and buffers to every rank; a collective call."""
@@ -507,7 +510,7 @@ class GradientSync:
     def _wait(self) -> None:
         # In a backward, a hook or a signal handler calls this: its end waits for the gradients.
         if private.graph_task_id() == -1:
-            self._engine.finish_round()
+            self._engine.rounds.finish()
         self._engine.current_plan.wait_for_parameters()
 
     @private.untraced

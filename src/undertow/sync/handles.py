@@ -42,7 +42,7 @@ class Reduction:
     @private.untraced
     def wait(self) -> None:
         """Waits until every `.grad` is the mean over ranks, or the result of another `op`."""
-        all_of(*(engine.finish_round for engine in self._engines))
+        all_of(*(engine.rounds.finish for engine in self._engines))
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would not wait for other ranks."""
@@ -132,7 +132,7 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
     if "join" in group.borrowers:
         raise refused("join", "mean_over_ranks", where=f"{_WHERE}, rank {group.rank}")
     # if a backward has failed here, the others still wait in its round
-    all_of(*(engine.finish_round for engine in engines))
+    all_of(*(engine.rounds.finish for engine in engines))
     current_plan.open_group()
     return MeanOverRanks(group, mean)
 
