@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.errors import text_of
-from support.inside import Stage, Turn, exchanges_of, turn_of, turn_of_experts
+from support.inside import Stage, Turn, carriers_of, turn_of, turn_of_experts
 from support.levels import some
 from support.mixture import MATCH, experts_group
 from support.models import CASES, Wide, noise
@@ -400,7 +400,7 @@ def test_a_sharded_optimizer_may_follow_a_plan_with_several_formats() -> None:
 def test_memory_for_messages_is_freed_with_the_plan_that_sent_them() -> None:
     strategy = "hybrid" if dist.get_world_size() == 4 else "zero1"
     with training(Wide(), strategy, "SGD", wire="int8") as (ddp, opt):
-        of_whole, *of_shards = exchanges_of(ddp)
+        of_whole, *of_shards = carriers_of(ddp)
         step_of(ddp, opt, WIDE, 0)
         ddp.wait()
         assert not of_whole.free
@@ -409,7 +409,7 @@ def test_memory_for_messages_is_freed_with_the_plan_that_sent_them() -> None:
         opt.zero_grad()
         ddp.module.second.weight.requires_grad_(False)
         WIDE.loss(ddp, 1).backward()  # under another plan, whose messages have other sizes
-        assert exchanges_of(ddp) == [of_whole, *of_shards]
+        assert carriers_of(ddp) == [of_whole, *of_shards]
         assert not any(sizes <= set(axis.free) for sizes, axis in zip(before, of_shards, strict=True))
         opt.step()
 

@@ -40,15 +40,15 @@ from undertow import GradientSync, SyncConfig, attach
 from undertow.buckets import comm_hook, reducer
 from undertow.buckets.trailer import Reading
 from undertow.device import device_of
-from undertow.engine import current_plan
+from undertow.engine import current_plan, step_events
 from undertow.engine.round import Round
 from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
-from undertow.ranks.transport import Handle
 from undertow.ranks.watch import NullWatch
 from undertow.schedule import Op
 from undertow.sharded import groups
@@ -276,7 +276,7 @@ def hide(tensor: Tensor) -> None:
 
 
 class FakeCollectives:
-    """Exchanges of parts: the results of P2PCollectives. `number` identifies a gather, which ranks start in any order."""
+    """Exchanges of parts: the results of Exchanges. `number` identifies a gather, which ranks start in any order."""
 
     def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
         self.group, self._divisor = group, divisor
@@ -443,12 +443,7 @@ def _only_here(then: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _one_process() -> Iterator[None]:
     """The library's ways to other ranks lead to threads."""
-    at_registration, before_step = current_plan.call_at_registration, GradientSync._before_step
-
-    def before_own_step(weak_sync: Callable[[], GradientSync | None], *args: Any, **kwargs: Any) -> Any:
-        sync = weak_sync()
-        is_own = sync is not None and sync._group.thread == threading.get_ident()  # type: ignore[attr-defined]
-        return before_step(weak_sync, *args, **kwargs) if is_own else None
+    at_registration, before_step = current_plan.call_at_registration, step_events.register_optimizer_step_pre_hook
 
     with ExitStack() as patches:
         for name, function in _OF_USERS.items():
@@ -461,7 +456,7 @@ def _one_process() -> Iterator[None]:
             (reducer, "exchanges_over", FakeCollectives),
             (comm_hook, "Worker", FakeWorker),
             (current_plan, "call_at_registration", lambda then: at_registration(_only_here(then))),
-            (GradientSync, "_before_step", staticmethod(before_own_step)),
+            (step_events, "register_optimizer_step_pre_hook", lambda hook: before_step(_only_here(hook))),
         ):
             patches.enter_context(mock.patch.object(place, name, ours))
         yield
@@ -543,13 +538,13 @@ def decides(
 def fails_to_start(sync: GradientSync) -> None:
     """The next round fails before it has a plan, as one that runs out of memory there."""
     engine = sync._engine
-    start = engine._start
+    start = engine.rounds._start
 
     def fail_once(_begun: Round) -> None:
-        engine._start = start  # type: ignore[method-assign]
+        engine.rounds._start = start  # type: ignore[method-assign]
         raise ZeroDivisionError
 
-    engine._start = fail_once  # type: ignore[method-assign]
+    engine.rounds._start = fail_once  # type: ignore[method-assign]
 
 
 def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:

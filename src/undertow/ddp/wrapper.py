@@ -390,7 +390,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         source = 0 if follows else None
         if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
             # others still wait in a round whose backward has failed here
-            sync._engine.finish_round()
+            sync._engine.rounds.finish()
             source = self._shadow.announce_forward(self, with_buffers=follows)
         sync._forward_begins(buffers_follow=source, is_compiled=is_compiled)
         return sync._engine.current_plan.compiled.cut_bytes > 0

@@ -22,7 +22,8 @@ from undertow.engine.round import Round, RoundKind
 from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
 from undertow.plan import Plan
 from undertow.ranks import faults
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
@@ -244,7 +245,7 @@ class Loads:
         self._group = group
         self._settled_in: int | None = None  # the synchronization after which all have compared
 
-    def begins(self, _module: object) -> None:
+    def begins(self) -> None:
         """Called before a load."""
         self.are_here = self.are_known = True
 

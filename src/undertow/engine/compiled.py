@@ -163,12 +163,12 @@ class CompiledPlan:
 
     def is_completed(self) -> bool:
         """Returns True if the collectives of all buckets are complete."""
-        return all(handle.is_completed() for bucket in self.buckets for handle in bucket.handles)
+        return all(bucket.transfer.is_completed() for bucket in self.buckets)
 
     def note_known(self) -> None:
         """Called when a step begins: marks present tensors in `.grad` as known."""
         for bucket in self.buckets:
-            bucket.note_known()
+            bucket.gradients.note_known()
 
     def written(self, params: Collection[int]) -> set[int]:
         """Returns the `params` whose `.grad` was written without a gradient from autograd."""
@@ -178,13 +178,13 @@ class CompiledPlan:
             param
             for bucket in self.buckets
             for position, param in enumerate(bucket.spec.params)
-            if param in params and bucket.is_written(position)
+            if param in params and bucket.gradients.is_written(position)
         }
 
     def has_result(self) -> bool:
         """Returns True if some `.grad` still holds the result of a round, changed or not, and was
         not zeroed."""
-        return any(bucket.has_result() for bucket in self.buckets)
+        return any(bucket.gradients.has_result() for bucket in self.buckets)
 
     def release_messages(self) -> None:
         """Frees the memory that exchanges keep for later messages."""

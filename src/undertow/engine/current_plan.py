@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from undertow.buckets.bucket import Layout
 from undertow.buckets.comm_hook import CommHook
@@ -39,7 +40,8 @@ from undertow.engine.tuning import Tuning
 from undertow.errors import PhaseError, require
 from undertow.plan import Plan, first_plan, plan_in_order
 from undertow.ranks.agreement import BUILD_ALIKE, surroundings
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 
 _log = logging.getLogger("undertow")
 _Tokens: TypeAlias = weakref.WeakKeyDictionary["CurrentPlan", BackwardToken]
@@ -64,12 +66,15 @@ class Shards(Protocol):
     def lay_out(self) -> None:
         """Called when other parameters are in force, whole on every rank: lays them out."""
 
+    def require_stepper(self, optimizer: Optimizer) -> None:
+        """Raises PhaseError unless `optimizer` updates shards."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Whether every rank has the memory of the plan in force, on its way."""
+    """Whether every rank has the memory of a plan that is new, on its way."""
 
-    before: Plan  # the plan that all return to if one has not
+    before: Plan  # all return to it if one has not
     failed: Tensor  # [1] int64: a rank that has not, or -1
     handle: Handle
 
@@ -86,9 +91,8 @@ class CurrentPlan:
     tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
     """
 
-    # Models of this process whose ranks are about to wait for each other, each with the backward in
-    # which that is: one backward may reach several. Threads of other ranks are there in tests only.
-    _voting: ClassVar[_Tokens] = weakref.WeakKeyDictionary()
+    # Models of this process that are about to rebuild, each with the backward in which that is: one
+    # backward may reach several. Threads of other ranks are there in tests only.
     _leaving: ClassVar[_Tokens] = weakref.WeakKeyDictionary()
     _numbers: ClassVar[Iterator[int]] = count()  # in the order in which models are made
 
@@ -104,7 +108,7 @@ class CurrentPlan:
         self._recorder, self._listeners = recorder, listeners
         self._number = next(self._numbers)
         self.change: Change | None = None
-        self.vote: Vote | None = None  # no bucket leaves before `end_vote`
+        self._vote: Vote | None = None  # on the plan in force, if it has just been made
         self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
         # parameters of the plan, by id, that the last forward has found frozen or gone
@@ -225,8 +229,10 @@ class CurrentPlan:
         Ranks wait in a rebuild, and one backward may reach the models in another order on another
         rank. So the models of a rank rebuild in the order in which they were made.
         """
-        others = self._others_in(self._leaving)
-        return self in self._leaving and any(each._number < self._number for each in others)
+        return self in self._leaving and any(
+            each._number < self._number and each.group.name == self.group.name and is_running
+            for each, is_running in list(self._leaving.items())
+        )
 
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
@@ -291,7 +297,6 @@ class CurrentPlan:
     def close(self) -> None:
         """Removes all hooks."""
         self._end_registrations()
-        self._voting.pop(self, None)
         self._leaving.pop(self, None)
         self.compiled.reducer.close()
         self.hooks.close()
@@ -323,31 +328,38 @@ class CurrentPlan:
             self.follow()
 
     def adopt_plan(self) -> None:
-        """Called when a round begins: moves to the plan in rank 0's order, or to the next one that
-        is tried; before the first round opens the group.
+        """Called when a round begins: moves to the plan in rank 0's order once that has come, or
+        back from a plan that some rank cannot make; before the first round opens the group.
 
         Shards take over the order before the optimizer steps.
         """
-        if not self.group.is_open:
-            self.open_group()
+        self.open_group()
+        self._end_vote()
         tuning = self.hooks.tuning
         if tuning is None or tuning.is_quiet or self.compiled.strategy.gather is not None:
             return
-        if (plan := tuning.planned(self.compiled.plan)) is not None:
+        plan = tuning.planned(self.compiled.plan)
+        if plan is not None:
             self.note_written()
             self._move(plan)
-        if (plan := tuning.tried(self.compiled.plan)) is not None:
-            self.note_written()
-            if tuning.is_new:
-                self._try(plan)
-            else:
-                self._move(plan)
+
+    def round_was_sound(self, num_forwards: int) -> None:
+        """Called at the end of a round that all ranks have found sound, after so many training
+        forwards: tells `tuning`, and moves to the plan that it wants next.
+
+        The gradients of the round stay in the old buckets until the user clears them.
+        """
+        tuning = self.hooks.tuning
+        if tuning is None or tuning.is_over:
+            return
+        plan = tuning.round_ends(self.compiled.present, num_forwards=num_forwards)
+        if plan is not None and tuning.is_new:
+            self._try(plan)
+        elif plan is not None:
+            self._move(plan)
 
     def _try(self, plan: Plan) -> None:
-        """Moves to a plan that is new, and tells the other ranks if its memory can be had here.
-
-        No bucket leaves before `end_vote`.
-        """
+        """Moves to a plan that is new, and tells the other ranks if its memory can be had here."""
         before, group = self.compiled.plan, self.group
         failed = -1
         try:
@@ -355,44 +367,29 @@ class CurrentPlan:
         except Exception as error:
             failed = group.rank
             _log.warning("A plan could not be tried on rank %s: %s", group.name, error)
+            self._move(before)
         told = torch.tensor([failed], dtype=torch.int64).to(group.device)
         name = "whether every rank has the next plan"
-        self.vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
-        self._voting[self] = BackwardToken()
+        self._vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
 
-    @property
-    def is_other_voting(self) -> bool:
-        """True if the plan of another model on this rank waits for a vote, and sends nothing before
-        it ends."""
-        return bool(self._others_in(self._voting))
-
-    def _others_in(self, tokens: _Tokens) -> list[CurrentPlan]:
-        """Returns the other models of this rank that wait in a backward which is not over."""
-        rank = self.group.name
-        return [
-            each
-            for each, is_running in list(tokens.items())
-            if each is not self and each.group.name == rank and is_running
-        ]
-
-    def end_vote(self) -> None:
-        """Waits until all ranks have told if they have the plan; if one has not, all return to the
-        plan before."""
-        vote, self.vote = self.vote, None
+    def _end_vote(self) -> None:
+        """Waits until all ranks have told if they have the plan, if they are asked; if one has not,
+        all return to the plan before."""
+        vote, self._vote = self._vote, None
         if vote is None:
             return
-        self._voting.pop(self, None)
         vote.handle.wait()
         rank = int(vote.failed.item())
         if rank >= 0:
-            hooks = self.hooks
-            assert hooks.tuning is not None  # it has asked for the plan
-            hooks.tuning.cannot_try(self.group.names[rank])
-            hooks.arrived_before |= hooks.arrivals.arrived  # in this backward
-            self._move(vote.before)
+            tuning = self.hooks.tuning
+            assert tuning is not None  # it has asked for the plan
+            tuning.cannot_try(self.group.names[rank])
+            if self.compiled.plan is not vote.before:  # as on a rank that could not make it
+                self.note_written()
+                self._move(vote.before)
 
     def _move(self, plan: Plan) -> None:
-        """Puts another plan of the same parameters in force.
+        """Puts another plan of the same parameters in force, between two rounds.
 
         What was written into gradients is noted before.
         """
@@ -420,6 +417,7 @@ class CurrentPlan:
                 where=f"rank {self.group.name}",
                 remedy="Run a forward and a backward between the change and the step.",
             )
+        self._end_vote()
         members, hooks = self.members, self.hooks
         members.updates = updates
         specs = members.specs(hooks.named_params)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import strides_of_gradient
 from undertow.buckets.fingerprints import fingerprints
+from undertow.buckets.memory import strides_of_gradient
 from undertow.errors import require
 from undertow.optim.state import (
     ELEMENTWISE,
@@ -21,7 +21,7 @@ from undertow.optim.state import (
     part_of_state,
 )
 from undertow.ranks.exchanges import accumulation_dtype
-from undertow.sharded.bucket import FlatParams, ShardPart, in_memory_order
+from undertow.sharded.params import FlatParams, ShardPart, in_memory_order
 from undertow.sharded.steps import Sharding
 from undertow.torch_private import private
 

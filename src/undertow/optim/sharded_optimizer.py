@@ -22,7 +22,7 @@ from undertow.optim.state import (
     gather_states,
     updates_whole_parameters,
 )
-from undertow.sharded.bucket import ShardPart
+from undertow.sharded.params import ShardPart
 from undertow.sharded.steps import Sharding
 from undertow.sync.gradient_sync import GradientSync, sync_of
 from undertow.sync.zeroing import ZeroesWithoutReading
@@ -160,7 +160,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             if not self._sync._engine.is_closure_idle:
                 self._sync.finish()
             ids, reader = set(map(id, params_of(self))), type(self).__name__
-            self._sync._engine.average_before_step(ids, reader=reader, is_sharded=True)
+            self._sync._engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
         self._consolidated = None
         numbers = self._sync._engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank

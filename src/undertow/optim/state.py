@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import strides_of_gradient
+from undertow.buckets.memory import strides_of_gradient
 from undertow.device import device_of
 from undertow.errors import require
 from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
-from undertow.sharded.bucket import ShardPart, in_memory_order
+from undertow.sharded.params import ShardPart, in_memory_order
 from undertow.sharded.steps import Sharding
 
 # torch's names for the entries; values are tensors and numbers

@@ -33,7 +33,8 @@ from undertow.outer.steps import StepCounter
 from undertow.plan.fragments import Turns, layers_of
 from undertow.ranks.agreement import surroundings
 from undertow.ranks.exchanges import exchanges_over
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 from undertow.trace import OuterReport
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from undertow.buckets.facts import FactCodec
 from undertow.config import Outer
-from undertow.outer.facts import ReplicaFacts
+from undertow.outer.facts import ReplicaFacts, replica_facts
 from undertow.outer.step_settings import StepSettings
-from undertow.ranks.exchanges import Collectives
+from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.transport import OwnGroup
 
 
@@ -23,7 +25,7 @@ class Replicas:
     def __init__(  # noqa: PLR0913  # what a fragment needs to know of its surroundings
         self,
         all_ranks: OwnGroup,
-        exchanges: Collectives,
+        exchanges: Exchanges,
         row: OwnGroup | None,
         outer: Outer,
         *,
@@ -36,14 +38,14 @@ class Replicas:
         self.places, self.settings, self.leaves_out = places, settings, leaves_out
         self.num_left_out = 0  # exchanges that have left a replica out
 
-    def of_ranks(self, facts: Tensor) -> dict[int, ReplicaFacts]:
+    def of_ranks(self, codec: FactCodec, told: Tensor) -> dict[int, ReplicaFacts]:
         """Returns the facts of all ranks, by their places in the group of all.
 
-        facts: [ranks of a row, replicas, number of facts], on the host
+        told: [ranks of a row * elements of `codec`], on the host
         """
-        found = facts.long().tolist()
+        found = [replica_facts(codec, column) for column in torch.split(told, codec.numel)]
         return {
-            rank: ReplicaFacts(*found[column][replica])
+            rank: found[column][replica]
             for replica, row in enumerate(self.places)
             for column, rank in enumerate(row)
         }

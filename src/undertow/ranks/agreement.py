@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from undertow.errors import ConfigError, PlanMismatch
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 from undertow.version import __version__
 

@@ -51,7 +51,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from reprlib import repr as brief
-from typing import Any
+from typing import Any, Protocol
 
 from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
@@ -62,8 +62,6 @@ from undertow.ranks.faults import Activity, Answer, Call, Fault
 from undertow.ranks.threads import WorkerThread
 
 Message = dict[str, Any]
-# a weak reference to a method that ends every wait over a group
-Interrupt = Callable[[], Callable[[], None] | None]
 
 _log = logging.getLogger("undertow")
 # Timeouts of a collective (also of one whose connections another collective's timeout has closed:
@@ -83,13 +81,20 @@ _OF_TRANSPORTS = re.compile(
 )
 
 
+class Interruptible(Protocol):
+    """Ranks that this one may wait for."""
+
+    def interrupt(self) -> None:
+        """Ends every wait for them."""
+
+
 class NullWatch:
     """The watch of a rank that has no other ranks, or is connected to none."""
 
     fault: Fault | None = None  # why no collective can succeed
 
     def __init__(self) -> None:
-        self.interrupts: list[Interrupt] = []
+        self.groups: list[weakref.ref[Interruptible]] = []  # that this rank may wait for
 
     def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Context for a wait for other ranks; an error inside it is replaced by its reason if that
@@ -391,10 +396,10 @@ class Watch(NullWatch):
 
     def interrupt(self) -> None:
         """Interrupts every wait over one of the groups."""
-        for of_group in tuple(self.interrupts):
-            interrupt = of_group()
-            if interrupt is not None:
-                interrupt()
+        for weak in tuple(self.groups):
+            group = weak()
+            if group is not None:
+                group.interrupt()
 
 
 class Waiting:

@@ -30,10 +30,10 @@ from torch.utils.hooks import RemovableHandle
 from undertow.buckets.bucket import LiveBucket
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.errors import PhaseError, UndertowError, require
-from undertow.ranks.exchanges import Collectives
+from undertow.ranks.exchanges import Exchanges
+from undertow.ranks.handle import Handle
 from undertow.ranks.threads import WorkerThread
-from undertow.ranks.transport import Handle
-from undertow.sharded.bucket import FlatParams
+from undertow.sharded.params import FlatParams
 from undertow.torch_private import private, tables
 from undertow.torch_private.module_hook import ModuleHook
 
@@ -163,7 +163,7 @@ class Gathers:
         self,
         flats: Sequence[FlatParams],
         shards: Sequence[Sequence[range]],
-        exchanges: Collectives,
+        exchanges: Exchanges,
         recorder: Recorder,
     ) -> None:
         self._shards = shards  # of each bucket, the elements of each rank

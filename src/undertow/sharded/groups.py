@@ -14,7 +14,7 @@ from undertow.config import SyncConfig
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts, round_up
 from undertow.ranks.dither import Stage, Turn
-from undertow.ranks.exchanges import Collectives, accumulation_dtype, exchanges_over
+from undertow.ranks.exchanges import Exchanges, accumulation_dtype, exchanges_over
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
 from undertow.wire import Wire, wire_for
@@ -43,7 +43,7 @@ class ShardGroups:
         # added.
         divisor = self.num_ranks if len(axes) == 1 else 1
         self.shard = exchanges_over(axes[0], config, divisor=divisor)
-        self.replicate: Collectives | None = None
+        self.replicate: Exchanges | None = None
         if len(axes) > 1:
             self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
 
@@ -114,7 +114,7 @@ class ShardGroups:
         return num_bytes
 
     @property
-    def axes(self) -> tuple[Collectives, ...]:
+    def axes(self) -> tuple[Exchanges, ...]:
         return (self.shard,) if self.replicate is None else (self.shard, self.replicate)
 
     def close(self) -> None:

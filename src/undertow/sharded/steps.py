@@ -20,25 +20,24 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from undertow.buckets.bucket import Layout, LiveBucket, Shared, strides_of_gradient
+from undertow.buckets.bucket import Layout, LiveBucket, Shared
+from undertow.buckets.memory import BucketMemory, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.engine import Engine
 from undertow.engine.progress import params_of
+from undertow.engine.step_events import StepListener
 from undertow.errors import ConfigError, PhaseError, listed, require
 from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import require_agreement
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.schedule import ZERO1, OpKind, Strategy, strategy_named
-from undertow.sharded.bucket import (
-    FlatParams,
-    GradientPlaceholder,
-    ShardedBucket,
-    ShardPart,
-    in_memory_order,
-)
 from undertow.sharded.gathers import Gathers, wait_before_forwards
+from undertow.sharded.gradients import ShardedGradients
 from undertow.sharded.groups import ShardGroups
+from undertow.sharded.params import FlatParams, ShardPart, in_memory_order
+from undertow.sharded.placeholder import GradientPlaceholder
+from undertow.sharded.reduce_scatter import ReduceScatter
 from undertow.torch_private import private
 
 # For each parameter, by id: the number of the optimizer that updates it, and if one rank updates
@@ -83,7 +82,7 @@ class Sharding(Layout):
         self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
         for flat in self.flats:
             self.parts.update(zip(flat.params, flat.parts, strict=True))
-        self.buckets: list[ShardedBucket] = []  # a single rank has none
+        self._gradients: list[ShardedGradients] = []  # of each bucket; a single rank has none
         # by the number of their optimizer
         self.buckets_of: defaultdict[int, list[int]] = defaultdict(list)
         for bucket in plan.buckets:
@@ -96,11 +95,21 @@ class Sharding(Layout):
         self.gathers = Gathers(self.flats, shards, groups.shard, recorder)
 
     def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
-        self.buckets = [
-            ShardedBucket(bucket, shared, self.flats[bucket.index], self._placeholders, self.groups)
-            for bucket in self.plan.buckets
-        ]
-        return self.buckets
+        buckets = [self._sharded_bucket(spec, shared) for spec in self.plan.buckets]
+        self._gradients = [gradients for _, gradients in buckets]
+        return [bucket for bucket, _ in buckets]
+
+    def _sharded_bucket(self, spec: Bucket, shared: Shared) -> tuple[LiveBucket, ShardedGradients]:
+        params = shared.params_of(spec)
+        placeholders = [self._placeholders[index] for index in spec.params]
+        gradients = ShardedGradients(
+            params,
+            BucketMemory(spec, params),
+            tuple(zip(placeholders, self.flats[spec.index].parts, strict=True)),
+            shard_numel=self.groups.shard_numel(spec),
+        )
+        transfer = ReduceScatter(spec, self.plan, gradients, shared.reducer, self.groups)
+        return LiveBucket(spec, shared, gradients, transfer), gradients
 
     def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
         """Called before gradients move to another plan.
@@ -143,7 +152,7 @@ class Sharding(Layout):
         Gradients are the same on every rank, except those of the parameters in `own`, by id: they
         are this rank's own, and the next synchronization reduces them.
         """
-        if not self.buckets:
+        if not self._gradients:
             return
         for index, grad in enumerate(map(_grad_of, self.params)):
             if grad is None or isinstance(grad, GradientPlaceholder):
@@ -175,7 +184,7 @@ class Sharding(Layout):
                         whole[slot.param] = grad.part.new_empty(slot.stop - slot.start)
             if whole:
                 # kept, because nothing holds this layout any more
-                own = self.group.hardware.keep(self.buckets[bucket.index].shard)
+                own = self.group.hardware.keep(self._gradients[bucket.index].shard)
                 self.gather_whole(bucket, own, whole)
             for index, grad in held.items():
                 to._take_gradient(index, grad, whole.get(index), self.strides[index])
@@ -261,7 +270,8 @@ class Sharding(Layout):
         whole = torch.zeros(param.numel(), dtype=wide, device=param.device)
         if not grad.is_cleared:
             bucket = self.plan.buckets[part.bucket]
-            self.gather_whole(bucket, self.buckets[bucket.index].shard, {part.param: whole})
+            own = self._gradients[bucket.index].shard
+            self.gather_whole(bucket, own, {part.param: whole})
         return whole.as_strided(param.shape, self.strides[part.param]).to(grad.dtype)
 
     def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
@@ -328,7 +338,7 @@ class _Stepper:
         return tuple(self.had)
 
 
-class ShardedSteps:
+class ShardedSteps(StepListener):
     """Steps of `module` in shards, exchanged over separate process groups; making one is a
     collective call.
 
@@ -547,6 +557,10 @@ class ShardedSteps:
             sharding.gathers.are_cut_off(buckets)
             raise
 
+    def unscaling_begins(self, optimizer: Optimizer) -> None:
+        if not self._is_closed and optimizer in self.steppers:
+            self.begin(optimizer)  # scalers unscale shards in every step, with the same bits
+
     def require_open(self, remedy: str) -> None:
         """Raises PhaseError after `close`."""
         if self._is_closed:
@@ -588,25 +602,3 @@ class ShardedSteps:
 
 def _class_name(stepper: Optimizer) -> str:
     return str(getattr(stepper, "optimizer_class", type(stepper)).__name__)
-
-
-def finish_before_look(engine: Engine, params: Iterable[Tensor], *, reader: str) -> None:
-    """Runs a synchronization before `reader` reads gradients of these parameters, if one is owed,
-    or if gradients were only accumulated and this is outside of `accumulate()`.
-
-    Other ranks may be in theirs.
-    """
-    ids = set(map(id, params))
-    if not engine.is_closed and engine.current_plan.owns_any(ids):
-        engine.finish_before_step(ids)
-        engine.average_before_step(ids, reader=reader, is_sharded=False)
-
-
-def full_gradient(engine: Engine, steps: ShardedSteps | None, param: Tensor) -> Tensor | None:
-    """Returns the mean gradient of a parameter.
-
-    A collective call if ranks have shards of it or owe a synchronization.
-    """
-    finish_before_look(engine, [param], reader="full_gradient")
-    sharding = None if steps is None else steps.sharding
-    return param.grad if sharding is None else sharding.full_gradient(param)

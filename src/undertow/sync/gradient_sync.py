@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from functools import partial
-from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
 from undertow.engine.agreed_errors import require_outside_of_backward
-from undertow.engine.checks import Arguments, NonFinite, after_closure
 from undertow.engine.engine import Engine, SiblingEngines
 from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
 from undertow.engine.params import ModuleParams
-from undertow.engine.progress import Forward, Gradients, params_of
-from undertow.engine.step_settings import settings_of
+from undertow.engine.progress import Forward
+from undertow.engine.step_events import StepEvents
+from undertow.engine.steps import EngineSteps
 from undertow.engine.tuning import why_fixed
 from undertow.errors import PhaseError, WrongType, all_of, require
 from undertow.outer.outer_sync import OuterSync
@@ -41,8 +40,7 @@ from undertow.profile import Profile
 from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
-from undertow.schedule import DDP
-from undertow.sharded.steps import ShardedSteps, full_gradient
+from undertow.sharded.steps import ShardedSteps
 from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
 from undertow.sync.late_backward import warn_of_late_backward
@@ -54,7 +52,7 @@ from undertow.sync.measurements import (
 )
 from undertow.sync.tracing import save_trace, trace_at_end
 from undertow.torch_private import private
-from undertow.torch_private.module_hook import ModuleHook, before_loads, cut_graphs
+from undertow.torch_private.module_hook import ModuleHook, cut_graphs
 from undertow.trace import StepReport, Trace, summarize
 from undertow.tune import Explanation
 
@@ -142,11 +140,14 @@ class GradientSync:
         attached.callback(own.close)
         attached.callback(members.close)
         attached.callback(engine.close)
-        attached.callback(self._watch_steps())
+        events = self._events = StepEvents()
+        attached.callback(events.close)
+        self._engine_steps = EngineSteps(engine, self._config)
+        events.subscribe(self._engine_steps)
         if all_ranks is not None:
             attached.callback(_add_outer(self, all_ranks).close)
         if engine.current_plan.is_active:
-            attached.callback(before_loads(self._module, engine.checks.loads.begins))
+            events.follow_loads(self._module)
         write_trace = trace_at_end(engine)
         if write_trace is not None:
             attached.callback(write_trace)
@@ -353,7 +354,9 @@ class GradientSync:
             if any(param is own for _, own in expert._members.named_params())
         )
         owner = next(owners, self)
-        return full_gradient(owner._engine, owner._steps, param)
+        owner._engine_steps.finish_before_look([param], reader="full_gradient")
+        sharding = None if owner._steps is None else owner._steps.sharding
+        return param.grad if sharding is None else sharding.full_gradient(param)
 
     def broadcast_parameters(self) -> None:
         """Copies rank 0's parameters and buffers to every rank; a collective call."""
@@ -507,7 +510,7 @@ class GradientSync:
     def _wait(self) -> None:
         # In a backward, a hook or a signal handler calls this: its end waits for the gradients.
         if private.graph_task_id() == -1:
-            self._engine.finish_round()
+            self._engine.rounds.finish()
         self._engine.current_plan.wait_for_parameters()
 
     @private.untraced
@@ -535,6 +538,7 @@ class GradientSync:
                 self._module, self._engine, self._config, is_compiled=self._is_compiled
             )
             self._attached.callback(self._steps.close)
+            self._events.subscribe(self._steps)
         self._steps.hand_to(stepper, settings, is_whole=whole)
         return self._steps
 
@@ -709,100 +713,6 @@ class GradientSync:
                 hook.remove()
         if is_backward_due:
             warn_of_late_backward(self._module, [param for _, param in self._members.trained_now()])
-
-    def _watch_steps(self) -> Callable[[], None]:
-        """Puts hooks on all optimizers and gradient scalers; returns a function that removes them.
-
-        An optimizer that holds a synchronized parameter must not step on gradients that are not
-        synchronized yet, and a scaler that unscales before it steps must not read them.
-        """
-        # Weak, because torch keeps such hooks for the life of the process.
-        before_step = partial(GradientSync._before_step, weakref.ref(self))
-
-        def around_unscaling(optimizer: Optimizer, unscale: private.Unscale) -> private.Found:
-            before_step(optimizer, (), {}, steps=False)
-            return unscale()
-
-        hooks = contextlib.ExitStack()
-        hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
-        hooks.callback(private.around_unscaling(around_unscaling))
-        return hooks.close
-
-    def _require_stepper(self, optimizer: Optimizer) -> None:
-        """Raises PhaseError if another optimizer is to step the model."""
-        if self._steps is not None:
-            self._steps.require_stepper(optimizer)
-        elif self._config.strategy not in (None, DDP.name):
-            raise PhaseError(
-                f"strategy={self.config.strategy!r} needs a sharded optimizer, and "
-                f"{type(optimizer).__name__} is not one.",
-                where="the first step of the optimizer",
-                remedy="Make it with "
-                f"undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, "
-                "model, ...).",
-            )
-
-    @staticmethod
-    @private.untraced  # if the step is compiled, so would be everything before it
-    def _before_step(
-        weak_sync: Callable[[], GradientSync | None],
-        optimizer: Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        steps: bool = True,
-    ) -> Arguments | None:
-        """Called before any optimizer steps, or a gradient scaler unscales its gradients (not
-        `steps`)."""
-        sync = weak_sync()
-        if sync is None:
-            return None
-        engine = sync._engine
-        # An optimizer over shards has other tensors: if it were asked about those, every model
-        # would search its parameters.
-        stepped = list(params_of(optimizer))
-        params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
-        if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
-            params |= sync._members.ids & set(map(id, stepped))
-        if engine.is_closed or not engine.current_plan.owns_any(params):
-            return None
-        sync._require_stepper(optimizer)
-        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        reader = type(optimizer).__name__
-        engine.finish_before_step(params, reader=None if has_closure else reader)
-        # With a closure, the backward is still to come.
-        average = partial(
-            engine.average_before_step,
-            params,
-            reader=reader,
-            is_sharded=sync._steps is not None,
-        )
-        if not has_closure:
-            average()
-        if sync._steps is not None and not steps:
-            sync._steps.begin(optimizer)  # scalers unscale shards in every step, with the same bits
-        if not has_closure and engine.progress.gradients is not Gradients.SOUND:
-            engine.require_sound_gradients(params, reader=reader)
-        if not steps:
-            return None
-        current_plan = engine.current_plan
-        trained, names = current_plan.hooks.ids, current_plan.members.names
-        # A rank alone compares settings with nobody.
-        settings = settings_of(optimizer, trained, names) if current_plan.is_active else ()
-        engine.progress.optimizer_steps(
-            params,
-            settings,
-            of=trained,
-            has_closure=has_closure,
-            is_alone=engine.is_accumulating,
-        )
-        if sync._steps is not None:
-            return None  # it asks for the rest itself, after its closure
-        changed: Arguments | None = None
-        if has_closure and current_plan.is_active:
-            changed = args, kwargs = after_closure(args, kwargs, average)
-        numbers: NonFinite = engine.checks.numbers
-        return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
 
 
 def _close_dropped(engine: Engine, close: Callable[[], object], process: int) -> None:
