@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from undertow.cost.costs import Costs, Floats, MeasuredCosts
+from undertow.cost.costs import Costs, MeasuredCosts
+from undertow.cost.curves import Floats
 from undertow.wire import WIRES
 
 _FP32_MB = 4e-6  # of an element

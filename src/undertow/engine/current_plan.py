@@ -1,5 +1,5 @@
-"""The parameters and the plan in force: how they are made, and how all ranks change them
-together.
+"""The parameters and the plan in force: how they are made, and how a change of the module is found
+and followed.
 
 Reasons: docs/design/plan-changes.md.
 """
@@ -7,15 +7,12 @@ Reasons: docs/design/plan-changes.md.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar, Protocol, TypeAlias
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -36,14 +33,12 @@ from undertow.engine.hooks import (
     earlier_watchers,
 )
 from undertow.engine.params import ModuleParams
-from undertow.engine.tuning import Tuning
+from undertow.engine.tuning import Tuning, order_of
 from undertow.errors import PhaseError, require
-from undertow.plan import Plan, first_plan, plan_in_order
+from undertow.plan import Plan, first_plan
 from undertow.ranks.agreement import BUILD_ALIKE, surroundings
-from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 
-_log = logging.getLogger("undertow")
 _Tokens: TypeAlias = weakref.WeakKeyDictionary["CurrentPlan", BackwardToken]
 
 
@@ -68,15 +63,6 @@ class Shards(Protocol):
 
     def require_stepper(self, optimizer: Optimizer) -> None:
         """Raises PhaseError unless `optimizer` updates shards."""
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """Whether every rank has the memory of a plan that is new, on its way."""
-
-    before: Plan  # all return to it if one has not
-    failed: Tensor  # [1] int64: a rank that has not, or -1
-    handle: Handle
 
 
 class CurrentPlan:
@@ -108,7 +94,6 @@ class CurrentPlan:
         self._recorder, self._listeners = recorder, listeners
         self._number = next(self._numbers)
         self.change: Change | None = None
-        self._vote: Vote | None = None  # on the plan in force, if it has just been made
         self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
         # parameters of the plan, by id, that the last forward has found frozen or gone
@@ -327,68 +312,7 @@ class CurrentPlan:
             self.note_written()
             self.follow()
 
-    def adopt_plan(self) -> None:
-        """Called when a round begins: moves to the plan in rank 0's order once that has come, or
-        back from a plan that some rank cannot make; before the first round opens the group.
-
-        Shards take over the order before the optimizer steps.
-        """
-        self.open_group()
-        self._end_vote()
-        tuning = self.hooks.tuning
-        if tuning is None or tuning.is_quiet or self.compiled.strategy.gather is not None:
-            return
-        plan = tuning.planned(self.compiled.plan)
-        if plan is not None:
-            self.note_written()
-            self._move(plan)
-
-    def round_was_sound(self, num_forwards: int) -> None:
-        """Called at the end of a round that all ranks have found sound, after so many training
-        forwards: tells `tuning`, and moves to the plan that it wants next.
-
-        The gradients of the round stay in the old buckets until the user clears them.
-        """
-        tuning = self.hooks.tuning
-        if tuning is None or tuning.is_over:
-            return
-        plan = tuning.round_ends(self.compiled.present, num_forwards=num_forwards)
-        if plan is not None and tuning.is_new:
-            self._try(plan)
-        elif plan is not None:
-            self._move(plan)
-
-    def _try(self, plan: Plan) -> None:
-        """Moves to a plan that is new, and tells the other ranks if its memory can be had here."""
-        before, group = self.compiled.plan, self.group
-        failed = -1
-        try:
-            self._move(plan)
-        except Exception as error:
-            failed = group.rank
-            _log.warning("A plan could not be tried on rank %s: %s", group.name, error)
-            self._move(before)
-        told = torch.tensor([failed], dtype=torch.int64).to(group.device)
-        name = "whether every rank has the next plan"
-        self._vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
-
-    def _end_vote(self) -> None:
-        """Waits until all ranks have told if they have the plan, if they are asked; if one has not,
-        all return to the plan before."""
-        vote, self._vote = self._vote, None
-        if vote is None:
-            return
-        vote.handle.wait()
-        rank = int(vote.failed.item())
-        if rank >= 0:
-            tuning = self.hooks.tuning
-            assert tuning is not None  # it has asked for the plan
-            tuning.cannot_try(self.group.names[rank])
-            if self.compiled.plan is not vote.before:  # as on a rank that could not make it
-                self.note_written()
-                self._move(vote.before)
-
-    def _move(self, plan: Plan) -> None:
+    def move(self, plan: Plan) -> None:
         """Puts another plan of the same parameters in force, between two rounds.
 
         What was written into gradients is noted before.
@@ -401,48 +325,6 @@ class CurrentPlan:
         )
         _ = self.compiled.buckets
         self.hooks.regroup(plan)
-
-    def shard_plan(self, updates: Mapping[int, tuple[int, bool]]) -> Plan:
-        """Returns the plan for shards, in rank 0's order if that has arrived.
-
-        `updates` has for each parameter, by id, the number of the optimizer that updates it, and
-        if one rank updates all of it.
-
-        Raises PhaseError if parameters change.
-        """
-        if self.change is not None:
-            raise PhaseError(
-                "an optimizer steps after its parameters have changed and before gradients of "
-                "the new ones are averaged.",
-                where=f"rank {self.group.name}",
-                remedy="Run a forward and a backward between the change and the step.",
-            )
-        self._end_vote()
-        members, hooks = self.members, self.hooks
-        members.updates = updates
-        specs = members.specs(hooks.named_params)
-        now = dataclasses.replace(
-            self.compiled.plan, params=tuple(specs), num_shards=self.group.user.num_shards
-        )
-        config = self.compiled.reducer.config
-        order = None if hooks.tuning is None else hooks.tuning.order()
-        num_ranks, num_shards = now.num_ranks, now.num_shards
-        if config.plan is not None:
-            return first_plan(now.params, config, num_ranks=num_ranks, num_shards=num_shards)
-        return plan_in_order(
-            now.params,
-            order_of(now) if order is None else order,
-            config,
-            num_ranks=num_ranks,
-            num_shards=num_shards,
-            has_shards=True,
-        )
-
-    @property
-    def has_order(self) -> bool:
-        """True if rank 0's order is on its way, for the next `shard_plan`."""
-        tuning = self.hooks.tuning
-        return tuning is not None and not tuning.is_quiet
 
     def follow_layout(self, plan: Plan, layout: Layout) -> None:
         """Lays out the same parameters as `layout` says."""
@@ -538,8 +420,3 @@ class CurrentPlan:
 def _mark_stale(plans: CurrentPlan | None) -> None:
     if plans is not None:
         plans.is_stale = True
-
-
-def order_of(plan: Plan) -> list[int]:
-    """Returns the parameters in the order of the buckets."""
-    return [param for bucket in plan.buckets for param in bucket.params]

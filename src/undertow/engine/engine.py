@@ -19,6 +19,7 @@ from undertow.engine import agreed_errors
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import Listeners, OutermostEnd, is_watched
+from undertow.engine.moves import Moves
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Accumulated, Forward, Gradients, Progress
 from undertow.engine.round import RoundKind
@@ -58,7 +59,10 @@ class Engine:
         self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
         self.siblings: SiblingEngines  # set by the owner
         self.checks = Checks(self.current_plan, config)
-        self.rounds = Rounds(self.current_plan, progress, self.checks, recorder, self._end)
+        self.moves = Moves(self.current_plan)
+        self.rounds = Rounds(
+            self.current_plan, self.moves, progress, self.checks, recorder, self._end
+        )
 
     @property
     def is_busy(self) -> bool:

@@ -14,6 +14,7 @@ from undertow.engine import agreed_errors
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import OutermostEnd, no_round, users_hooks
+from undertow.engine.moves import Moves
 from undertow.engine.progress import Gradients, Progress
 from undertow.engine.rebuild import rebuild, require_changed_alike, tell_of_change
 from undertow.engine.round import Round, RoundKind, Stage, Terms
@@ -34,13 +35,15 @@ class Rounds:
     def __init__(
         self,
         current_plan: CurrentPlan,
+        moves: Moves,
         progress: Progress,
         checks: Checks,
         recorder: Recorder,
         end: OutermostEnd,
     ) -> None:
         self.now: Round | None = None
-        self._current_plan, self._progress, self._checks = current_plan, progress, checks
+        self._current_plan, self._moves = current_plan, moves
+        self._progress, self._checks = progress, checks
         self._recorder, self._end = recorder, end
 
     def begin(self, kind: RoundKind, *, is_last: bool, op: str | None = None) -> None:
@@ -62,7 +65,8 @@ class Rounds:
             conclude=conclude,
         )
         if is_synchronized:
-            current_plan.adopt_plan()  # most rounds have none
+            current_plan.open_group()  # before the first round
+            self._moves.adopt_plan()  # most rounds have none
             progress.gradients = Gradients.INCOMPLETE
         current_plan.hooks.arrivals.reset()
         self.now = begun
@@ -180,7 +184,7 @@ class Rounds:
         self._progress.gradients = Gradients.SOUND
         if self._checks.every is not None or found.readings:
             self._checks.round_was_sound(ended)
-        current_plan.round_was_sound(self._progress.num_forwards_before)
+        self._moves.round_was_sound(self._progress.num_forwards_before)
 
     def _forget_window(self) -> None:
         """Called when a round has failed.

@@ -29,7 +29,7 @@ class Tuning:
     no rank starts one alone: a rank whose parameters have changed since, or that fails, is found
     out before. They are waited for in the next synchronization, because with several models in one
     backward another rank may be at another model. So is the vote on a plan that is new
-    (`CurrentPlan.round_was_sound`).
+    (`Moves.round_was_sound`).
 
     `order` is the order of plans if it is not the observed one. `earlier` had the parameters before
     these.
@@ -172,7 +172,7 @@ class Tuning:
         config = self._reducer.config
         order = self._order
         if order is None:
-            order = [param for bucket in present.buckets for param in bucket.params]
+            order = order_of(present)
         return Trials(
             present,
             order,
@@ -180,6 +180,11 @@ class Tuning:
             keeps_buckets=config.bucket_cap_mb is not None,
             block=config.block,
         )
+
+
+def order_of(plan: Plan) -> list[int]:
+    """Returns the parameters in the order of the buckets."""
+    return [param for bucket in plan.buckets for param in bucket.params]
 
 
 def _follows_order(reducer: Reducer) -> bool:

@@ -455,10 +455,10 @@ class ShardedSteps(StepListener):
         parameters, and before the first step if rank 0's order of arrival makes another plan.
         """
         self.require_open("Step before close(), or make a new wrapper and a new optimizer.")
-        current_plan = self._engine.current_plan
+        current_plan, moves = self._engine.current_plan, self._engine.moves
         sharding = self.sharding
         is_same = sharding is current_plan.compiled.layout and current_plan.change is None
-        if sharding is None or not is_same or current_plan.has_order or self._may_have_changed:
+        if sharding is None or not is_same or moves.has_order or self._may_have_changed:
             self._require_steppers()
             current_plan.wait_for_parameters()
             sharding = self._make_layout()
@@ -504,7 +504,7 @@ class ShardedSteps(StepListener):
     def _make_layout(self) -> Sharding:
         """Cuts the parameters into shards, and the gradients that are reduced already."""
         current_plan, updates = self._engine.current_plan, self._updates_now()
-        plan, compiled = current_plan.shard_plan(updates), current_plan.compiled
+        plan, compiled = self._engine.moves.shard_plan(updates), current_plan.compiled
         before = self.sharding if self.sharding is compiled.layout else None
         is_same = updates == self._updates
         self._numbers = {id(each.optimizer()): at for at, each in enumerate(self._steppers)}

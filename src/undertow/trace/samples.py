@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from undertow.cost.costs import curve_from_samples, line_through
+from undertow.cost.curves import curve_from_samples, line_through
 
 _LEAST_US = 1e-3  # of a sample: no transfer takes zero time, whatever the clock says
 # An interval of the link being busy without a pause: the bytes of each collective in it, and the

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from undertow.plan import Plan
+from undertow.trace.bucket_report import BucketReport
 from undertow.trace.record import (
     BucketRecord,
     StepRecord,
@@ -15,7 +16,7 @@ from undertow.trace.record import (
     union_us,
     wires_of,
 )
-from undertow.trace.step_report import BucketReport, StepReport
+from undertow.trace.step_report import StepReport
 
 _MS = 1e-3  # milliseconds in a microsecond
 

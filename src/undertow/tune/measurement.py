@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost import Payload
-from undertow.cost.costs import curve_from_samples, line_through
+from undertow.cost.curves import curve_from_samples, line_through
 from undertow.plan import Plan
 from undertow.plan.timing import in_equal_parts
 from undertow.profile import Profile
