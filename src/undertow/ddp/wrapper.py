@@ -204,7 +204,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
                 return _call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
-                self.sync._forward_ends()
+                self.sync._whole.forward_ends()
 
     @private.untraced
     def finish(self) -> None:
@@ -267,7 +267,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     def will_sync_module_buffers(self) -> bool:
         """Returns True if the next training forward synchronizes buffers."""
-        return self._are_buffers_due and bool(self.sync._members.common_buffers.buffers)
+        return self._are_buffers_due and bool(self.sync._own.members.common_buffers.buffers)
 
     def join(
         self,
@@ -293,7 +293,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         Raises:
             PhaseError: With a ShardedOptimizer, and for a model with experts.
         """
-        self.sync._require_open("join()")
+        self.sync._own.require_open("join()")
         return UnevenInputs(
             self,
             enable,
@@ -349,7 +349,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self._sync_module_buffers(0)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self.sync._synchronize_buffers(source=authoritative_rank)
+        self.sync._own.synchronize_buffers(source=authoritative_rank)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         # Lightning would advise setting it, and nothing depends on it.
@@ -367,17 +367,21 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def _forward_begins(self, *, is_compiled: bool) -> bool:
         """Called before each forward; returns True if torch.compile is to cut graphs."""
         sync = self.sync
-        is_as_made = self._modules.get("module") is sync._module and len(self._modules) == 1
+        is_as_made = self._modules.get("module") is sync._own.module and len(self._modules) == 1
         if not is_as_made or self._parameters or self._buffers:
-            require_averaged(self, sync._module, rank=sync.rank)
+            require_averaged(self, sync._own.module, rank=sync.rank)
         follows = self._are_buffers_due
         source = 0 if follows else None
-        if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
+        if (
+            self._shadow is not None
+            and self._join_config.enable
+            and sync._whole.is_training_forward
+        ):
             # others still wait in a round whose backward has failed here
             sync._engine.rounds.finish()
             source = self._shadow.announce_forward(self, with_buffers=follows)
-        sync._forward_begins(buffers_follow=source, is_compiled=is_compiled)
-        return sync._engine.current_plan.compiled.cut_bytes > 0
+        sync._whole.forward_begins(buffers_follow=source, is_compiled=is_compiled)
+        return sync._whole.cut_bytes() > 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns everything except this process's state.

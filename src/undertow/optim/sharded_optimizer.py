@@ -137,7 +137,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": groups,
         }
-        self._steps = sync._shard(self, described, whole=is_whole)
+        self._steps = sync._own.hand_to(self, described, whole=is_whole)
 
     @private.untraced
     @torch.no_grad()
@@ -160,7 +160,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             if not self._sync._engine.is_closure_idle:
                 self._sync.finish()
             ids, reader = set(map(id, params_of(self))), type(self).__name__
-            self._sync._engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
+            self._sync._own.engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
         self._consolidated = None
         numbers = self._sync._engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank
