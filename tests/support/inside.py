@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import undertow.demo.rank
-import undertow.sync.gradient_sync
+import undertow.sync.group_sync
 from undertow import GradientSync, SyncConfig
 from undertow.buckets.bucket import Layout, Shared
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
@@ -51,7 +51,7 @@ from undertow.ranks.transport import OwnGroup
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
-from undertow.sharded.steps import Sharding
+from undertow.sharded.sharding import Sharding
 from undertow.sync.handles import MeanOverRanks
 from undertow.torch_private import private
 from undertow.torch_private.private import interrupt, timeout_of  # noqa: F401  # for tests
@@ -206,8 +206,8 @@ def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
 _STAGES = ((PostedMessages, "_advance"), (ThreadWork, "run"))
 INNER_CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
     "connection": ((private, "new_group"),),
-    "construction": ((undertow.sync.gradient_sync, "broadcast_in_place"),),
-    "buffers": ((undertow.sync.gradient_sync, "synchronize_buffers"),),
+    "construction": ((undertow.sync.group_sync, "broadcast_in_place"),),
+    "buffers": ((undertow.sync.group_sync, "synchronize_buffers"),),
     "mean": ((MeanOverRanks, "_start"),),
     "reduce": ((Reducer, "reduce"),),
     "checkpoint": ((checkpoint_files, "write_tensors"),),

@@ -52,7 +52,7 @@ from undertow.ranks.threads import Worker
 from undertow.ranks.watch import NullWatch
 from undertow.schedule import Op
 from undertow.sharded import groups
-from undertow.sync import gradient_sync
+from undertow.sync import gradient_sync, group_sync
 
 PATIENCE_S = 20.0
 _LEFT = "another rank has failed"
@@ -450,7 +450,7 @@ def _one_process() -> Iterator[None]:
             patches.enter_context(mock.patch.object(dist, name, function))
         for place, name, ours in (
             (gradient_sync, "chosen_group", lambda *_, **_how: FakeRef(tuple(range(_thread.rank.world.num_ranks)), "fake", None)),
-            (gradient_sync, "OwnGroup", FakeGroup),
+            (group_sync, "OwnGroup", FakeGroup),
             (groups, "OwnGroup", FakeGroup),
             (groups, "exchanges_over", FakeCollectives),
             (reducer, "exchanges_over", FakeCollectives),
@@ -495,12 +495,12 @@ def counts_for(sync: GradientSync, num_ranks: int) -> None:
 
 def forward_begins(sync: GradientSync) -> None:
     """As a wrapper tells that leaves buffers alone."""
-    sync._forward_begins(buffers_follow=None)
+    sync._whole.forward_begins(buffers_follow=None)
 
 
 def shadow(sync: GradientSync) -> None:
     """As a rank does in join that has no data, while others run a synchronization."""
-    sync._shadow()
+    sync._own.shadow()
 
 
 def join_ends(sync: GradientSync) -> None:
@@ -554,7 +554,7 @@ def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:
 
 def cut_bytes(sync: GradientSync) -> int:
     """The size of buckets at which torch.compile cuts graphs."""
-    return sync._cut_bytes()
+    return sync._whole.cut_bytes()
 
 
 def num_hooks_of_torch() -> int:

@@ -34,6 +34,7 @@ from undertow.ranks.group import GroupRef, chosen_group, warn_of_lone_rank
 from undertow.ranks.transport import OwnGroup
 from undertow.sync.gradient_sync import GradientSync
 from undertow.sync.ignore import names_to_ignore
+from undertow.sync.module_sync import ModuleSync
 from undertow.torch_private import private, tables
 
 # The reasons why a parameter cannot be synchronized, with the way out. The order counts.
@@ -116,8 +117,8 @@ def attach(
     sync = synchronized(
         module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored
     )
-    sync._is_attached = True
-    sync._watch_forwards()
+    sync._whole.is_attached = True
+    sync._whole.watch_forwards()
     return sync
 
 
@@ -266,13 +267,14 @@ def synchronized(
                 within=sync._group,
             )
             expert._engine.checks.numbers.fails_others = partial(_fail, sync._group)
+            sync._whole.experts.append(expert._whole)
             sync.experts = (*sync.experts, expert)
     except BaseException:
         sync.close()
         raise
-    sync._take_part_with_experts()
-    sync._attached.callback(
-        private.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync)))
+    sync._whole.take_part_together()
+    sync._own.attached.callback(
+        private.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync._whole)))
     )
     return sync
 
@@ -312,7 +314,7 @@ def _fail(everybody: OwnGroup, fault: Fault) -> None:
 
 
 def _alike_on_all_ranks(
-    weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, unscale: private.Unscale
+    weak_sync: weakref.ref[ModuleSync], optimizer: Optimizer, unscale: private.Unscale
 ) -> private.Found:
     """Returns a scaler's finding over all ranks: each has checked only its own experts, and all
     must skip the same steps.
@@ -321,11 +323,11 @@ def _alike_on_all_ranks(
     expert or not: which experts are trained may differ from group to group.
     """
     found, sync = unscale(), weak_sync()
-    if sync is None or sync.num_ranks == 1:
+    if sync is None or sync.own.all_ranks.num_ranks == 1:
         return found
     # By id: a comparison of tensors would wait for gathers.
     synchronized_ids = {
-        id(param) for part in sync._parts for _, param in part._members.named_params()
+        id(param) for part in sync.parts for _, param in part.members.named_params()
     }
     if not any(
         id(param) in synchronized_ids
@@ -333,14 +335,15 @@ def _alike_on_all_ranks(
         for param in group["params"]
     ):
         return found
-    device = sync._group.device
+    group = sync.own.group
+    device = group.device
     on_any = torch.stack(
         [torch.zeros((), device=device), *(each.to(device) for each in found.values())]
     ).amax()
     what = "whether all ranks' gradients are finite"
-    sync._group.all_reduce(on_any, what, dist.ReduceOp.MAX).wait()
+    group.all_reduce(on_any, what, dist.ReduceOp.MAX).wait()
     # If none of a rank's experts was used it has checked nothing, which scalers reject.
-    return {device: on_any.to(device, copy=True) for device in found or (sync._group.device,)}
+    return {device: on_any.to(device, copy=True) for device in found or (device,)}
 
 
 def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:

@@ -73,7 +73,7 @@ class ShadowHook(JoinHook):
         if is_enabled:
             if sync.experts:
                 raise refused("experts", "join", where="join")
-            if sync._steps is not None:
+            if sync._own.steps is not None:
                 raise refused("join", "shards", where="join")
             if sync.outer is not None:
                 raise refused("join", "outer", where="join")
@@ -83,9 +83,9 @@ class ShadowHook(JoinHook):
         """Takes part in one step of the others."""
         source, synchronizes = _exchange_actions(self.sync)
         if source is not None:
-            self.sync._synchronize_buffers(source=source)
+            self.sync._own.synchronize_buffers(source=source)
         if synchronizes:
-            self.sync._shadow()
+            self.sync._own.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of a rank that trained to the end.
@@ -95,7 +95,7 @@ class ShadowHook(JoinHook):
         self.sync._group.borrowers.discard("join")
         self.sync._engine.progress.join_ends()
         source, _ = _exchange_actions(self.sync, offers=is_last_joiner)
-        self.sync._share(("parameters", "buffers"), source=source or 0)
+        self.sync._whole.share(("parameters", "buffers"), source=source or 0)
 
     def rescale(self, num_active: int) -> None:
         """Makes means run over `num_active` ranks, unless they are to be over all ranks."""

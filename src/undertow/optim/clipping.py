@@ -68,7 +68,7 @@ def clip_members(
 ) -> Tensor:
     """Clips the gradients of some parameters of a model, and of its experts; returns their norm."""
     for sync, params in members:
-        sync._engine_steps.finish_before_look(params, reader="clip_grad_norm_")
+        sync._own.engine_steps.finish_before_look(params, reader="clip_grad_norm_")
         require(
             not sync._engine.current_plan.hooks.arrived_before,
             "gradients were accumulated and are not synchronized: each rank would compute a "
@@ -82,8 +82,8 @@ def clip_members(
     scaled: list[Tensor] = []
     for sync, params in members:
         own = sync._group
-        if sync._steps is not None:
-            own = sync._steps.begin().group
+        if sync._own.steps is not None:
+            own = sync._own.steps.begin().group
             if len(members) == 1:  # on a mesh, each row has all shards
                 group = own
         for grad, is_part in _gradients_of(params):

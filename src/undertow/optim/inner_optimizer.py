@@ -1,5 +1,6 @@
 """The optimizer of the user's class over this rank's parts of parameters, and its exact values."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,7 +23,7 @@ from undertow.optim.state import (
 )
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.sharded.params import FlatParams, ShardPart, in_memory_order
-from undertow.sharded.steps import Sharding
+from undertow.sharded.sharding import Sharding
 from undertow.torch_private import private
 
 
@@ -268,3 +269,11 @@ def fingerprints_of(params: Iterable[Tensor]) -> list[int]:
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a parameter group, without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def copy_of(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Returns an optimizer with the class and the attributes of `whole`, over these groups."""
+    made = object.__new__(type(whole))
+    vars(made).update(vars(whole), state=defaultdict(dict), param_groups=groups)
+    vars(made).pop("step", None)  # by schedulers, of the whole one
+    return made

@@ -18,7 +18,7 @@ from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.sharded.params import ShardPart, in_memory_order
-from undertow.sharded.steps import Sharding
+from undertow.sharded.sharding import Sharding
 
 # torch's names for the entries; values are tensors and numbers
 ParamState = dict[str, Any]

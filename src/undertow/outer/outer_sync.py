@@ -7,58 +7,35 @@ fragment   D = G - own   the mean of D over replicas travels   G steps, own = G
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from undertow.buckets.fingerprints import fingerprints
 from undertow.config import Outer, SyncConfig
-from undertow.engine.checks import mismatch
 from undertow.engine.engine import Engine
 from undertow.errors import PhaseError, require
+from undertow.outer.aside import Aside
+from undertow.outer.comparisons import Comparisons
 from undertow.outer.fragment import BufferPlace, Fragment
 from undertow.outer.fragments import Fragments, turns_of
-from undertow.outer.loads import OuterLoads, Values
+from undertow.outer.loads import OuterLoads
 from undertow.outer.measured import Timings, given_turns, measured_turns
-from undertow.outer.replicas import Replicas
+from undertow.outer.replicas import Replicas, open_replicas
 from undertow.outer.steps import StepCounter
 from undertow.plan.fragments import Turns, layers_of
 from undertow.ranks.agreement import surroundings
-from undertow.ranks.exchanges import exchanges_over
-from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 from undertow.trace import OuterReport
 
-_WRITES = (
-    "Look for what writes to global parameters on some ranks only; broadcast_parameters() makes "
-    "them equal again."
-)
-
-_WRITES_FROZEN = (
-    "Replicas never exchange frozen parameters: write the same values on every rank, as when "
-    "adapters are merged. broadcast_parameters() makes all parameters equal again."
-)
-
 _of_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OuterSync]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Aside:
-    """The state from before a load, until a step shows that training goes on from that load."""
-
-    values: Values | None  # of the replica's own parameters
-    fragments: Fragments
 
 
 def outer_of(model: nn.Module) -> OuterSync | None:
@@ -66,16 +43,6 @@ def outer_of(model: nn.Module) -> OuterSync | None:
     weak = _of_modules.get(private.unwrapped(model))
     outer = None if weak is None else weak()
     return None if outer is None or outer.is_closed else outer
-
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """A comparison of fingerprints on its way: one of each global parameter of a fragment, and one
-    of all frozen parameters, which may be others on each rank."""
-
-    names: list[str]
-    frozen: dict[str, Tensor]  # this rank's fingerprints
-    received: Handle
 
 
 class OuterSync:
@@ -101,8 +68,8 @@ class OuterSync:
         self._own: list[Tensor] | None = None
         self._copied: Mapping[str, Any] | None = None  # a state to begin with
         self._has_state = False  # was loaded, and no step has followed
-        self._aside: _Aside | None = None
-        self._compared: deque[_Compared] = deque()
+        self._aside = Aside()
+        self._comparisons = Comparisons(all_ranks, engine.current_plan.members)
         self._steps = steps = StepCounter(
             module,
             engine,
@@ -237,23 +204,8 @@ class OuterSync:
         engine.current_plan.open_group()  # the ranks of the replica
         if engine.current_plan.group.num_ranks == 1:
             members.read_again()  # else the engine has compared them
-        *rows, column = group.user.axes()
-        own = [
-            OwnGroup(axis, device=group.device, limits=self._config, within=group)
-            for axis in (column, *(row for row in rows if len(row.ranks) > 1))
-        ]
-        for axis in own:
-            axis.open()
-        ordered = dataclasses.replace(self._config, reduction="ordered")
-        exchanges = exchanges_over(own[0], ordered, divisor=1)  # parcels divide
-        self._replicas = Replicas(
-            group,
-            exchanges,
-            own[1] if len(own) > 1 else None,
-            self._outer,
-            places=self.places,
-            settings=self._steps.settings,
-            leaves_out=self._config.nonfinite == "skip",
+        self._replicas = open_replicas(
+            group, self._config, places=self.places, settings=self._steps.settings
         )
         is_of_copy = self._copied is not None and self._loads.follow() in (
             None,
@@ -271,7 +223,7 @@ class OuterSync:
         self._require_own()
         self._engine.current_plan.wait_for_parameters()
         self._loads.follow()
-        self._drop_aside()
+        self._aside.drop()
         self._has_state = False
         if self._fragments is not None:
             self._fragments.arrive()
@@ -317,7 +269,7 @@ class OuterSync:
         """Waits for exchanges on their way, which other ranks need, and ends the threads."""
         self._steps.close()
         self._loads.close()
-        self._aside = None
+        self._aside.forget()
         if self._replicas is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -332,7 +284,7 @@ class OuterSync:
     def _step_ends(self) -> None:
         """Called after each step of the optimizers."""
         step, group = self._steps.num_steps, self.all_ranks
-        self._drop_aside()
+        self._aside.drop()
         self._has_state = False
         require(
             not self._is_shown,
@@ -344,8 +296,8 @@ class OuterSync:
         )
         group.here.thread = threading.get_ident()
         group.watch.check()
-        self._require_alike()
-        self._require_known()
+        self._comparisons.require_alike(step)
+        self._fragments.require_all_of(self._engine.current_plan.hooks, rank=group.rank)
         if self._turns is None:
             self._timings.note_step()
             if self._timings.has_steps:
@@ -378,66 +330,7 @@ class OuterSync:
         self.num_synchronizations += 1
         every = self._config.check_replicas_every
         if every is not None and self.num_synchronizations % every == 0:
-            values, device = part.named(part.values), self.all_ranks.device
-            frozen = self._frozen()
-            of_frozen = fingerprints(list(frozen.values()), device=device)
-            of_all = of_frozen.sum().view(1)
-            mine = torch.cat([fingerprints(list(values.values()), device=device), of_all])
-            what = "the comparison of all ranks' global parameters"
-            received = self.all_ranks.all_gather(mine, what)
-            by_name = dict(zip(frozen, of_frozen, strict=True))
-            self._compared.append(_Compared(list(values), by_name, received))
-
-    def _frozen(self) -> dict[str, Tensor]:
-        """Returns the parameters that are in no fragment, by name."""
-        known = {key for part in self._fragments for key in part.ids}
-        named_params = self._engine.current_plan.members.named_params()
-        return {name: param for name, param in named_params if id(param) not in known}
-
-    def _require_alike(self) -> None:
-        """Raises ReplicaMismatch on every rank if global parameters differ, or frozen ones."""
-        while self._compared:
-            compared = self._compared.popleft()
-            names = compared.names
-            of_ranks = compared.received.result().tolist()
-            differing = [
-                place
-                for place, values in enumerate(zip(*of_ranks, strict=True))
-                if len(set(values)) > 1
-            ]
-            if differing:
-                first = differing[0]
-                is_frozen = first == len(names)
-                kind = "frozen" if is_frozen else "global"
-                raise mismatch(
-                    self._first_frozen(compared.frozen) if is_frozen else names[first],
-                    {rank: values[first] for rank, values in enumerate(of_ranks)},
-                    where=f"{kind} parameters, step {self._steps.num_steps}",
-                    remedy=_WRITES_FROZEN if is_frozen else _WRITES,
-                )
-
-    def _first_frozen(self, frozen: Mapping[str, Tensor]) -> str:
-        """Returns the first frozen parameter that differs; every rank calls this."""
-        mine = {f"{int(value)} {name}" for name, value in frozen.items()}
-        of_ranks = [
-            set(text.splitlines()) for text in self.all_ranks.watch.ask("\n".join(mine)).values()
-        ]
-        differing = mine.union(*of_ranks) - mine.intersection(*of_ranks)
-        names = {line.partition(" ")[2] for line in differing}
-        return min(names or frozen, default="?")
-
-    def _require_known(self) -> None:
-        """Raises PhaseError if the module has a trained parameter that is in no fragment."""
-        hooks = self._engine.current_plan.hooks
-        known = {key for part in self._fragments for key in part.ids}
-        if not hooks.ids <= known:
-            new = next(name for name, param in hooks.named_params if id(param) not in known)
-            raise PhaseError(
-                f"parameter {new!r} was added or unfrozen after the model was wrapped: it is in no "
-                "fragment.",
-                where=f"outer synchronization, rank {self.all_ranks.rank}",
-                remedy="Wrap the model again, with all parameters that are to be trained.",
-            )
+            self._comparisons.start(part.named(part.values), self._fragments.ids)
 
     # Fragments.
 
@@ -489,13 +382,12 @@ class OuterSync:
         now = self._loads.values()
         if now == before:
             return
-        aside, self._aside = self._aside, None
-        if aside is not None and aside.values == now:
-            self._fragments = aside.fragments
+        brought_back = self._aside.take(now)
+        if brought_back is not None:
+            self._fragments = brought_back
             self._follow_tensors(self._fragments)
             return
-        # The first of several loads between two steps: others may bring its values back.
-        self._aside = _Aside(before, self._fragments) if aside is None else aside
+        self._aside.keep(before, self._fragments)
         self._begin_anew()
 
     def _follow_tensors(self, fragments: Fragments) -> None:
@@ -512,12 +404,6 @@ class OuterSync:
         plan.wait_for_parameters()
         names = {name for name, _ in plan.hooks.named_params}
         return {name: param for name, param in plan.members.named_params() if name in names}
-
-    def _drop_aside(self) -> None:
-        """Forgets a state from before a load."""
-        aside, self._aside = self._aside, None
-        if aside is not None:
-            aside.fragments.arrive()  # other ranks may need what this one sends
 
     @torch.no_grad()
     def _bring_back(self) -> None:

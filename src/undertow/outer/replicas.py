@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from undertow.buckets.facts import FactCodec
-from undertow.config import Outer
+from undertow.config import Outer, SyncConfig
 from undertow.outer.facts import ReplicaFacts, replica_facts
 from undertow.outer.step_settings import StepSettings
-from undertow.ranks.exchanges import Exchanges
+from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.transport import OwnGroup
 
 
@@ -55,3 +57,27 @@ class Replicas:
         self.column.close()
         if self.row is not None:
             self.row.close()
+
+
+def open_replicas(
+    all_ranks: OwnGroup, config: SyncConfig, *, places: list[list[int]], settings: StepSettings
+) -> Replicas:
+    """Opens the groups of the replicas; a collective call."""
+    assert config.outer is not None  # else there are no replicas
+    *rows, column = all_ranks.user.axes()
+    own = [
+        OwnGroup(axis, device=all_ranks.device, limits=config, within=all_ranks)
+        for axis in (column, *(row for row in rows if len(row.ranks) > 1))
+    ]
+    for axis in own:
+        axis.open()
+    ordered = dataclasses.replace(config, reduction="ordered")
+    return Replicas(
+        all_ranks,
+        exchanges_over(own[0], ordered, divisor=1),  # parcels divide
+        own[1] if len(own) > 1 else None,
+        config.outer,
+        places=places,
+        settings=settings,
+        leaves_out=config.nonfinite == "skip",
+    )
