@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +136,8 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
     """
     world, default = _c10d._world, _c10d._get_default_group()
     _, store = world.pg_map[default]
-    members = "_".join(map(str, ranks))
+    # every key of the group has its name, and torch's store refuses keys above 8 KB
+    members = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:24]
     number = (int(store.add(f"undertow/{members}", 1)) - 1) // len(ranks)
     group, _ = _c10d._new_process_group_helper(
         len(ranks),
