@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import DDP, Strategy
 from undertow.torch_private import private
-
-_grad_of = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)

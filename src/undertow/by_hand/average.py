@@ -147,8 +147,7 @@ def _are_anywhere(
     """Returns which gradients some rank has."""
     codec = _codec({"present": FactKind.ITEM_FLAGS}, group, num_items=len(are_there))
     told = _told(codec, Facts(flags={"present": indices(are_there)}), group, place)
-    present = codec.flags((told != 0).tolist())["present"]
-    return [index in present for index in range(len(are_there))]
+    return codec.of(told, "present").bool().tolist()
 
 
 def _codec(

@@ -219,6 +219,20 @@ def test_a_process_waits_at_its_end_for_tasks_and_for_workers_that_these_start()
     assert done == ["the task of another worker"]
 
 
+def test_a_process_waits_at_its_end_for_tasks_that_a_worker_gives_itself() -> None:
+    worker = Worker("undertow-test", HERE)
+    begins, done = threading.Event(), list[str]()
+
+    def task() -> None:
+        assert begins.wait(10.0)
+        worker.submit(worker.submit, done.append, "the last task of three")
+
+    worker.submit(task)
+    threading.Timer(0.05, begins.set).start()
+    end_workers()
+    assert done == ["the last task of three"]
+
+
 def test_a_process_does_not_wait_at_its_end_for_a_worker_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "EXIT_S", 0.0)
     ends = threading.Event()
