@@ -283,7 +283,6 @@ class ShardedSteps(StepListener):
             )
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
-        """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
         if self.sharding is not None and (is_compiled or not is_training or not self._hooks):
             self.sharding.gathers.wait_for_all()

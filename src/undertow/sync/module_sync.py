@@ -84,10 +84,11 @@ class ModuleSync:
         """Registers hooks at the start and the end of every forward of an attached module, until
         `close`.
 
-        A single rank has none until a communication hook needs them.
+        A single rank has none until a communication hook needs them, unless it is a replica.
         """
         is_active = any(engine.current_plan.is_active for engine in self.engines)
-        if not is_active or not self.is_attached or self._hooks:
+        are_needed = is_active or self.own.outer is not None
+        if not are_needed or not self.is_attached or self._hooks:
             return
         module = self.own.module
         begins, ends = ModuleHook(module, self._hook_begins), ModuleHook(module, self.forward_ends)
