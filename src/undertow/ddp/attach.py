@@ -268,8 +268,7 @@ def synchronized(
                 within=sync._group,
             )
             expert._engine.checks.numbers.fails_others = partial(_fail, sync._group)
-            sync._whole.experts.append(expert._whole)
-            sync.experts = (*sync.experts, expert)
+            sync._add_expert(expert)
     except BaseException:
         sync.close()
         raise

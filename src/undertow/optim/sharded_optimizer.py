@@ -153,16 +153,16 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             ConfigError: If the step of a class changes the settings of its groups.
         """
-        loss = None
+        loss, own = None, self._sync._own
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if not self._sync._engine.is_closure_idle:
+            if not own.engine.is_closure_idle:
                 self._sync.finish()
             ids, reader = set(map(id, params_of(self))), type(self).__name__
-            self._sync._own.engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
+            own.engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
         self._consolidated = None
-        numbers = self._sync._engine.checks.numbers
+        numbers = own.engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank
             return loss
         inner, params = self._begin(), list(params_of(self))
@@ -383,8 +383,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
         Parameters are keys by identity.
         """
-        inner = self._begin() if self._inner is None else self._inner
-        return inner.parts
+        sharding = self._steps.sharding
+        if sharding is None:  # the others of several optimizers are not made yet
+            sharding = self._steps.begin(self)
+        parts = sharding.parts
+        return {param: parts[param] for param in params_of(self) if param in parts}
 
     def _packed(self, states: Mapping[Tensor, ParamState]) -> dict[str, Any]:
         """Returns torch's state dict of these states that are not empty; the user's hooks see

@@ -140,6 +140,10 @@ class GradientSync:
         """Returns all parameters of the module except ignored ones, frozen parameters included."""
         return self._own.members.named_params()
 
+    def _add_expert(self, expert: GradientSync) -> None:
+        self.experts = (*self.experts, expert)
+        self._whole.experts.append(expert._whole)
+
     @property
     def is_accumulating(self) -> bool:
         """True if a backward that runs now only accumulates; `accumulate()` sets it temporarily."""

@@ -165,12 +165,17 @@ class GroupSync:
         if self.outer is not None:
             self.outer.reset()
 
+    @property
+    def has_buffers(self) -> bool:
+        """True if the module has buffers that are synchronized."""
+        return bool(self.members.common_buffers.buffers)
+
     def synchronize_buffers(self, *, source: int = 0) -> None:
         """Copies the buffers of rank `source`; a collective call."""
         if self.group.num_ranks == 1:
             return
         self.engine.current_plan.open_group()
-        if self.members.common_buffers.buffers:
+        if self.has_buffers:
             synchronize_buffers(self.members.common_buffers, self.group, source=source)
 
     def shadow(self) -> None:
@@ -235,8 +240,9 @@ class GroupSync:
                 "DistributedDataParallel.",
             )
         self.events.forward_begins(is_training=is_training, is_compiled=is_compiled)
-        has_buffers = bool(self.members.common_buffers.buffers) or not self.group.is_open
-        if is_training and buffers_follow is not None and has_buffers:
+        if not is_training or buffers_follow is None:
+            return
+        if self.has_buffers or not self.group.is_open:
             self.synchronize_buffers(source=buffers_follow)
 
     def forward_ends(self) -> None:

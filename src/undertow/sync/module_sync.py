@@ -23,8 +23,8 @@ class ModuleSync:
     """The synchronization of a module's own parameters, `own`, and of its `experts`: one for each
     group of experts, in the order of the settings.
 
-    If the module is attached, only its hooks hold this object. When nothing holds it, the
-    synchronization is closed.
+    A GradientSync holds this object, and so do the hooks of an attached module. When nothing holds
+    it any more, the synchronization is closed.
     """
 
     def __init__(self, own: GroupSync) -> None:
