@@ -41,7 +41,7 @@ from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
 from undertow.ranks import agreement, connections, handshake, patience
 from undertow.ranks.carriers import PostedMessages
-from undertow.ranks.dither import Stage as Stage
+from undertow.ranks.dither import Rounding as Rounding
 from undertow.ranks.dither import Turn as Turn
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import BACKENDS, Abilities, GroupRef
@@ -392,7 +392,7 @@ def hearing_rank() -> Callable[[bytes], None]:
     source = mock.Mock(spec=connections.Connection)
 
     def hear(message: bytes) -> None:
-        ring.hear(source, [message], is_there=True)
+        ring.hear(source, [message], is_connected=True)
         watch.report()
 
     return hear

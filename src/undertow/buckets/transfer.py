@@ -24,7 +24,7 @@ from undertow.buckets.memory import BucketMemory
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import TrailerCodec
 from undertow.plan import Bucket, Plan
-from undertow.ranks.dither import Stage, Turn
+from undertow.ranks.dither import Rounding, Turn
 from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded
 from undertow.schedule import OpKind
@@ -124,7 +124,9 @@ class EncodedExchange(BucketTransfer):
         if reducer.finite is not None:
             values = (self._memory.gradients,)
             reducer.mark_nonfinite(values, self._spec, trailer, self._parcel)
-        parcel = self._parcel.dithered(turn, Stage.OWN, rank=reducer.group.rank, device=flat.device)
+        parcel = self._parcel.dithered(
+            turn, Rounding.OWN, rank=reducer.group.rank, device=flat.device
+        )
         if reducer.lost.is_counting:
             reducer.lost.count(flat, self._spec, self._plan, parcel)
         assert reducer.exchanges is not None  # a parcel is theirs

@@ -73,7 +73,7 @@ class ShadowHook(JoinHook):
         if is_enabled:
             if sync.experts:
                 raise refused("experts", "join", where="join")
-            if sync._own.steps is not None:
+            if sync._own.sharded_steps is not None:
                 raise refused("join", "shards", where="join")
             if sync.outer is not None:
                 raise refused("join", "outer", where="join")

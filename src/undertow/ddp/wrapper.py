@@ -267,7 +267,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     def will_sync_module_buffers(self) -> bool:
         """Returns True if the next training forward synchronizes buffers."""
-        return self._are_buffers_due and bool(self.sync._own.members.common_buffers.buffers)
+        return self._are_buffers_due and self.sync._own.has_buffers
 
     def join(
         self,

@@ -102,8 +102,8 @@ class Round:
 
     It is there from its first gradient on, and starts at once, or after a rebuild when its backward
     has ended. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait for
-    other ranks, and returns the next stage, or None. The last one calls `conclude`, which may
-    return further ones.
+    other ranks, and returns the next stage, or None. The last one calls `conclude`, a method of
+    `Rounds`.
     """
 
     kind: RoundKind
@@ -133,7 +133,7 @@ class Round:
             is_synchronized=self.kind is not RoundKind.ACCUMULATE
         )
 
-    def end(self, first: Stage) -> None:
+    def backward_ended(self, first: Stage) -> None:
         """Called when its backward has ended, once: `first` is the first stage."""
         self.stage, self.has_ended = first, True
 

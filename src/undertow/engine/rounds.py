@@ -106,7 +106,7 @@ class Rounds:
             first = partial(self._conclude_accumulation, ending)
         else:
             first = self._first_stage(ending)
-        ending.end(first)  # last: an error before leaves a backward that has failed
+        ending.backward_ended(first)  # last: an error before leaves a backward that has failed
 
     def _first_stage(self, ending: Round) -> Stage:
         """Returns the first stage of a round that has not started, because of a change or of an

@@ -1,6 +1,7 @@
 """The events of a step outside of backward. Each of torch's hooks is registered once for a model:
 
 event                    hook                                              registered
+forward_begins, _ends    none: the owner calls, which watches forwards     by the owner
 step_begins              before the step of any optimizer                  always
 step_ends                after it                                          on demand
 unscaling_begins, _ends  around a GradScaler's look at the gradients       always
@@ -31,6 +32,12 @@ class StepListener:
     Its methods do nothing. The optimizers are all of this process, of other models too.
     """
 
+    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
+        """Called before every forward of the whole module, also of an evaluation."""
+
+    def forward_ends(self) -> None:
+        """Called after it, also if it has raised."""
+
     def step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
@@ -59,7 +66,7 @@ class StepListener:
 
 class StepEvents:
     """Tells `listeners` of the events of a step, in the order in which they have subscribed, until
-    `close`."""
+    `close`. The end of a forward is told in the opposite order."""
 
     def __init__(self) -> None:
         self._listeners: list[StepListener] = []
@@ -88,6 +95,14 @@ class StepEvents:
     def close(self) -> None:
         """Removes the hooks."""
         self._hooks.close()
+
+    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
+        for listener in self._listeners:
+            listener.forward_begins(is_training=is_training, is_compiled=is_compiled)
+
+    def forward_ends(self) -> None:
+        for listener in reversed(self._listeners):
+            listener.forward_ends()
 
     def step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The engine's part when optimizers step, gradient scalers unscale, and states are loaded.
+"""The engine's part when forwards run, optimizers step, scalers unscale, and states are loaded.
 
 An optimizer that holds a synchronized parameter must not step on gradients that are not
 synchronized yet, and a scaler that unscales before it steps must not read them.
@@ -17,6 +17,7 @@ from undertow.config import SyncConfig
 from undertow.engine import agreed_errors
 from undertow.engine.checks import Arguments, after_closure
 from undertow.engine.engine import Engine
+from undertow.engine.hooks import is_outermost_forward
 from undertow.engine.progress import Accumulated, Gradients, params_of
 from undertow.engine.step_events import StepListener, has_closure
 from undertow.engine.step_settings import settings_of
@@ -31,6 +32,14 @@ class EngineSteps(StepListener):
     def __init__(self, engine: Engine, config: SyncConfig) -> None:
         self._engine, self._current_plan = engine, engine.current_plan
         self._strategy = config.strategy
+
+    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
+        if self._current_plan.is_active and is_outermost_forward():
+            self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
+
+    def forward_ends(self) -> None:
+        if not self._engine.is_closed and is_outermost_forward():
+            self._engine.forward_ends()
 
     def step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -82,8 +82,10 @@ def clip_members(
     scaled: list[Tensor] = []
     for sync, params in members:
         own = sync._group
-        if sync._own.steps is not None:
-            own = sync._own.steps.begin().group
+        steps = sync._own.sharded_steps
+        if steps is not None:
+            steps.require_open("Step before close(), or make a new wrapper and a new optimizer.")
+            own = steps.group
             if len(members) == 1:  # on a mesh, each row has all shards
                 group = own
         for grad, is_part in _gradients_of(params):

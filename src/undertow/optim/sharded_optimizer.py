@@ -137,7 +137,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": groups,
         }
-        self._steps = sync._own.hand_to(self, described, whole=is_whole)
+        self._sharded_steps = sync._own.hand_to(self, described, whole=is_whole)
 
     @private.untraced
     @torch.no_grad()
@@ -153,21 +153,21 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             ConfigError: If the step of a class changes the settings of its groups.
         """
-        loss = None
+        loss, own = None, self._sync._own
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if not self._sync._engine.is_closure_idle:
+            if not own.engine.is_closure_idle:
                 self._sync.finish()
             ids, reader = set(map(id, params_of(self))), type(self).__name__
-            self._sync._own.engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
+            own.engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
         self._consolidated = None
-        numbers = self._sync._engine.checks.numbers
+        numbers = own.engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank
             return loss
         inner, params = self._begin(), list(params_of(self))
         inner.sharding.require_synchronized(params)
-        with self._steps.update(inner.sharding, self):
+        with self._sharded_steps.update(inner.sharding, self):
             inner.step(self.param_groups, self.state)
             for param in params:
                 if param.grad is not None:
@@ -202,7 +202,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         """
-        params = chain.from_iterable(map(params_of, self._steps.steppers))
+        params = chain.from_iterable(map(params_of, self._sharded_steps.steppers))
         members = [(self._sync, list(params))]
         return clip_members(members, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -304,7 +304,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             error=CheckpointError,
         )
         self._consolidated = None
-        sharding = self._steps.sharding
+        sharding = self._sharded_steps.sharding
         if sharding is not None:  # None until the others of several optimizers are made
             self._sync.wait()
             # Values may have been loaded into the parameters before.
@@ -347,12 +347,12 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             if self.optimizer_class in NEED_WHOLE:
                 # Raises its own errors, such as Muon's for vectors, on ranks without them too.
                 self.optimizer_class(list(map(dict, self.param_groups)), **self.defaults)
-            self._steps.regroup(self)
+            self._sharded_steps.regroup(self)
             self._grouped = [list(group["params"]) for group in self.param_groups]
         inner = self._inner
         if inner is None:
             require_replacements(self, self._sync)
-        sharding = self._steps.begin(self)
+        sharding = self._sharded_steps.begin(self)
         if inner is not None:
             if sharding is inner.sharding and not has_other_params:
                 return inner
@@ -383,8 +383,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
         Parameters are keys by identity.
         """
-        inner = self._begin() if self._inner is None else self._inner
-        return inner.parts
+        sharding = self._sharded_steps.sharding
+        if sharding is None:  # the others of several optimizers are not made yet
+            sharding = self._sharded_steps.begin(self)
+        parts = sharding.parts
+        return {param: parts[param] for param in params_of(self) if param in parts}
 
     def _packed(self, states: Mapping[Tensor, ParamState]) -> dict[str, Any]:
         """Returns torch's state dict of these states that are not empty; the user's hooks see
@@ -408,7 +411,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         found: dict[Tensor, ParamState] = {}
         if inner is not None:
             if inner.sharding.group.num_ranks > 1:
-                self._steps.require_open(
+                self._sharded_steps.require_open(
                     "Call state_dict() before close(); save_checkpoint() works afterwards too."
                 )
             inner.look(self.state)

@@ -37,7 +37,7 @@ from undertow.outer.facts import (
 from undertow.outer.parcels import EncodedMean, MeanInFullWidth
 from undertow.outer.replicas import Replicas
 from undertow.plan.layout import ParamSpec, equal_parts, padded_numel, slots_of
-from undertow.ranks.dither import Stage, Turn
+from undertow.ranks.dither import Rounding, Turn
 from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded, Parcel
 from undertow.torch_private import private
@@ -261,7 +261,7 @@ class Fragment:
         parcel = self.parcel
         if isinstance(parcel, Encoded):
             parcel = parcel.dithered(
-                Turn(step), Stage.OWN, rank=column.rank, device=self.values.device
+                Turn(step), Rounding.OWN, rank=column.rank, device=self.values.device
             )
         with column.waiting(""):
             flight.handle = replicas.exchanges.all_reduce(

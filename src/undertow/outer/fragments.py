@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import ParamHooks
 from undertow.errors import CheckpointError, PhaseError, require
 from undertow.outer.fragment import BufferPlace, Fragment
@@ -152,3 +153,13 @@ def turns_of(state: Mapping[str, Any]) -> Turns | None:
     """Returns the turns of a state; None if they were not chosen when it was saved."""
     saved = state["turns"]
     return None if saved is None else Turns(fragments=saved[0], delay=saved[1])
+
+
+def tensors_of(plan: CurrentPlan, *, with_buffers: bool) -> dict[str, Tensor | BufferPlace]:
+    """Returns trained parameters, and the places of buffers with a mean, by name."""
+    found: dict[str, Tensor | BufferPlace] = dict(plan.hooks.named_params)
+    for item in plan.members.common_buffers.buffers if with_buffers else ():
+        table, key, name = item.place
+        if item.tensor.is_floating_point() or item.tensor.is_complex():
+            found[name] = table, key
+    return found

@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from undertow.config import Outer, SyncConfig
 from undertow.engine.engine import Engine
+from undertow.engine.step_events import StepListener, has_closure
 from undertow.errors import PhaseError, require
 from undertow.outer.aside import Aside
 from undertow.outer.comparisons import Comparisons
 from undertow.outer.fragment import BufferPlace, Fragment
-from undertow.outer.fragments import Fragments, turns_of
+from undertow.outer.fragments import Fragments, tensors_of, turns_of
 from undertow.outer.loads import OuterLoads
 from undertow.outer.measured import Timings, given_turns, measured_turns
 from undertow.outer.replicas import Replicas, open_replicas
@@ -45,7 +47,7 @@ def outer_of(model: nn.Module) -> OuterSync | None:
     return None if outer is None or outer.is_closed else outer
 
 
-class OuterSync:
+class OuterSync(StepListener):
     """The outer synchronization of a module: `model.outer`, or `sync.outer` after `attach`.
 
     `all_ranks` has the ranks of all replicas, and `engine` synchronizes within this replica.
@@ -58,8 +60,7 @@ class OuterSync:
         self.num_synchronizations = 0  # outer steps of fragments
         self.all_ranks = all_ranks
         self._engine, self._config = engine, config
-        # None before the ranks have met.
-        self._replicas: Replicas | None = None
+        self._replicas: Replicas | None = None  # until the ranks have met
         self._fragments: Fragments = None  # type: ignore[assignment]
         self._turns: Turns | None = None  # None until they are chosen
         self._timings = Timings(config.outer)
@@ -70,13 +71,9 @@ class OuterSync:
         self._has_state = False  # was loaded, and no step has followed
         self._aside = Aside()
         self._comparisons = Comparisons(all_ranks, engine.current_plan.members)
-        self._steps = steps = StepCounter(
-            module,
-            engine,
-            begins=self._begins,
-            ends=self._step_ends,
-        )
-        self._loads = OuterLoads(module, self._present)
+        self.is_closed = False
+        self._steps = steps = StepCounter(engine)
+        self.loads = OuterLoads(engine.current_plan)  # into the module
         _of_modules[private.unwrapped(module)] = weakref.ref(self)
         all_ranks.here.steps = lambda: (steps.num_steps, True)
 
@@ -89,6 +86,7 @@ class OuterSync:
         """
         self._begins()
         self._steps.count()
+        self._has_stepped()
 
     @contextlib.contextmanager
     @torch.inference_mode(False)  # else fragments that are made here could not be trained
@@ -110,8 +108,8 @@ class OuterSync:
             yield
         finally:
             self._is_shown = False
-            was_loaded = self._loads.are_new
-            self._loads.follow()
+            was_loaded = self.loads.are_new
+            self.loads.follow()
             try:
                 self._bring_back()
             except BaseException:  # such as Ctrl-C: the model must not stay as it is
@@ -174,10 +172,6 @@ class OuterSync:
     # Calls of the owner.
 
     @property
-    def is_closed(self) -> bool:
-        return self._steps.is_closed
-
-    @property
     def places(self) -> list[list[int]]:
         """The ranks of each replica, as places in the group of all ranks."""
         group = self.all_ranks
@@ -207,9 +201,9 @@ class OuterSync:
         self._replicas = open_replicas(
             group, self._config, places=self.places, settings=self._steps.settings
         )
-        is_of_copy = self._copied is not None and self._loads.follow() in (
+        is_of_copy = self._copied is not None and self.loads.follow() in (
             None,
-            self._loads.values(),
+            self.loads.values(),
         )
         self.reset()
         if self._copied is not None and is_of_copy:
@@ -222,7 +216,7 @@ class OuterSync:
         """Makes the replica's own parameters the global ones, and forgets the outer momentum."""
         self._require_own()
         self._engine.current_plan.wait_for_parameters()
-        self._loads.follow()
+        self.loads.follow()
         self._aside.drop()
         self._has_state = False
         if self._fragments is not None:
@@ -239,7 +233,7 @@ class OuterSync:
         """
         if self._replicas is None:
             return self._copied
-        if self._loads.are_new and not self._is_shown:
+        if self.loads.are_new and not self._is_shown:
             self._follow_loads()
         if self._replicas.row is None and not self.is_closed:
             self._fragments.arrive()
@@ -267,8 +261,7 @@ class OuterSync:
 
     def close(self) -> None:
         """Waits for exchanges on their way, which other ranks need, and ends the threads."""
-        self._steps.close()
-        self._loads.close()
+        self.is_closed = True
         self._aside.forget()
         if self._replicas is None:
             return
@@ -279,10 +272,32 @@ class OuterSync:
 
     # A step.
 
+    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
+        if is_training:
+            self._begins()
+            self._steps.forward_begins()
+
+    def step_begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._steps.step_begins(optimizer, has_closure=has_closure(args, kwargs)):
+            self._begins()
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        if self._steps.step_ends(optimizer):
+            self._has_stepped()
+
+    def unscaling_ends(self, optimizer: Optimizer, found: private.Found) -> private.Found:
+        if self._steps.is_skipped(optimizer, found):
+            self._begins()
+            if self._steps.skip(optimizer):
+                self._has_stepped()
+        return found
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _step_ends(self) -> None:
-        """Called after each step of the optimizers."""
+    def _has_stepped(self) -> None:
+        """Called after each step that counts."""
         step, group = self._steps.num_steps, self.all_ranks
         self._aside.drop()
         self._has_state = False
@@ -340,15 +355,7 @@ class OuterSync:
         return self._config.outer
 
     def _tensors(self) -> dict[str, Tensor | BufferPlace]:
-        """Returns trained parameters, and the places of buffers with a mean, by name."""
-        found: dict[str, Tensor | BufferPlace] = dict(self._engine.current_plan.hooks.named_params)
-        if self._config.buffers == "off":
-            return found
-        for item in self._engine.current_plan.members.common_buffers.buffers:
-            table, key, name = item.place
-            if item.tensor.is_floating_point() or item.tensor.is_complex():
-                found[name] = table, key
-        return found
+        return tensors_of(self._engine.current_plan, with_buffers=self._config.buffers != "off")
 
     def _choose(self) -> None:
         """Chooses fragments and delay from measurements; a collective call."""
@@ -366,7 +373,7 @@ class OuterSync:
         self.open_group()
         if self._own is not None and not self._is_shown:
             self._bring_back()  # synchronized() was interrupted twice
-        if self._loads.are_new:
+        if self.loads.are_new:
             self._follow_loads()
 
     @torch.inference_mode(False)
@@ -375,11 +382,11 @@ class OuterSync:
         """Makes loaded parameters the global ones, unless they belong to a state that was loaded,
         or are the same as before the load."""
         self._require_own()
-        before = self._loads.follow()
+        before = self.loads.follow()
         self._follow_tensors(self._fragments)
         if self._has_state:
             return
-        now = self._loads.values()
+        now = self.loads.values()
         if now == before:
             return
         brought_back = self._aside.take(now)
@@ -395,15 +402,8 @@ class OuterSync:
         plan = self._engine.current_plan
         plan.is_stale = True
         plan.find_change()
-        for param in fragments.follow(self._present()):
+        for param in fragments.follow(self.loads.present()):
             self._steps.replaced[id(param)] = weakref.ref(param)
-
-    def _present(self) -> dict[str, Tensor]:
-        """Returns the parameters of this synchronization that the module has now, by name."""
-        plan = self._engine.current_plan
-        plan.wait_for_parameters()
-        names = {name for name, _ in plan.hooks.named_params}
-        return {name: param for name, param in plan.members.named_params() if name in names}
 
     @torch.no_grad()
     def _bring_back(self) -> None:

@@ -27,10 +27,12 @@ class FactKind(Enum):
     DIGEST = auto()  # bits and complements: whether ranks differ; None accepts the others' digests
     RANK_FLAGS = auto()  # a flag per rank: the ranks that have set it
     ITEM_FLAGS = auto()  # a flag per item, such as a bucket: the items that some rank has marked
-    NUMBERS = auto()  # a number per rank, which each rank writes for itself
+    # A number per rank, from 0 to 60,000, in the precision of gradients: bfloat16 has 8 bits. It is
+    # read only where trailers are read at once (`Round._read_trailer`).
+    NUMBERS = auto()
 
 
-# A new fact is one line here, and its value in the round.
+# docs/architecture.md tells how to add one.
 FACTS: Mapping[str, FactKind] = {
     "settings": FactKind.DIGEST,  # of optimizers that have stepped since the last synchronization
     "failed": FactKind.RANK_FLAGS,  # backward has failed

@@ -223,10 +223,10 @@ class Guard:
             ready = selector.select(patience.LOOK_S)
         for key, _ in ready:
             ring, neighbor = key.data
-            messages, is_there = neighbor.receive()
-            if not is_there:
+            messages, is_connected = neighbor.receive()
+            if not is_connected:
                 neighbor.close()
-            ring.hear(neighbor, messages, is_there)
+            ring.hear(neighbor, messages, is_connected)
         for watch in self._watches():
             watch.judge()
 

@@ -240,10 +240,10 @@ class OwnGroup:
         return [over.recv([parts[peer]], peer, tag) for peer in self.peers]
 
     def complete(self, work: Work) -> None:
-        """Waits for `work` (on a device: makes the current stream wait); raises its error if it
-        failed.
+        """Waits for `work`; on a device, makes the current stream wait.
 
-        Raises RuntimeError if the work cannot complete because a rank is gone.
+        Raises the transport's error, or RuntimeError if the work cannot complete because a rank is
+        gone. A context of `waiting` around the call replaces these by the reason.
         """
         is_broken = False
         while self.hardware.is_host and not work.is_completed():
@@ -332,9 +332,9 @@ class OwnGroup:
                     dist.destroy_process_group(group)
 
     def interrupt(self) -> None:
-        """Interrupts the clone and the user's groups over which it waits.
+        """Interrupts the clone, and the user's group if it waits over that.
 
-        Called from the thread that listens to other ranks.
+        Called by the thread that listens to other ranks, or by one that is about to raise.
         """
         # otherwise this thread might hold the last reference to a group and destroy it too early
         with self._destroying:

@@ -82,7 +82,7 @@ _OF_TRANSPORTS = re.compile(
 
 
 class Interruptible(Protocol):
-    """Ranks that this one may wait for."""
+    """A group over which this rank may wait: `OwnGroup`, or a group of the user's."""
 
     def interrupt(self) -> None:
         """Ends every wait for them."""
@@ -156,7 +156,7 @@ class Ring:
     def say_failed(self, error: BaseException) -> None:
         self.say("fails", **faults.failed(self.rank, error).content())
 
-    def hear(self, source: Connection, messages: Sequence[bytes], is_there: bool) -> None:
+    def hear(self, source: Connection, messages: Sequence[bytes], is_connected: bool) -> None:
         """Handles the messages of a neighbor, and the end of the connection to it."""
         for message in messages:
             try:
@@ -169,7 +169,7 @@ class Ring:
                     brief(message),
                 )
         with self.condition:
-            if is_there or source not in self.neighbors:  # this rank has left the ring
+            if is_connected or source not in self.neighbors:  # this rank has left the ring
                 return
             self.neighbors.remove(source)
         if source.rank not in self.left and self.fault is None:
@@ -222,7 +222,8 @@ class Watch(NullWatch):
         self.limits = limits
         self.here = here
         self.fault = ring.fault
-        self.interrupt_s = math.inf  # when waits over the groups are interrupted
+        # when waits over the groups are interrupted at the latest; inf if that is done or not due
+        self.interrupt_at_s = math.inf
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
         self.asked_s = -math.inf  # when a rank that had waited for long asked
         self.answers: dict[int, Answer] = {}  # to that
@@ -240,13 +241,13 @@ class Watch(NullWatch):
 
     def check(self) -> None:
         if self.fault is not None:
-            raise self.last_error(self.fault)
+            raise self.give_up(self.fault)
 
     def fail(self, reason: Fault | BaseException) -> None:
         if isinstance(reason, Fault):
             self.say("fails", **reason.content())
             return
-        self.explain(reason)
+        self.raise_reason(reason)
         if self.fault is None:
             # The other ranks would take the next message for one that is missing, and gloo ends a
             # process for that.
@@ -264,7 +265,7 @@ class Watch(NullWatch):
             self.say(
                 "leaves", **faults.left(self.ring.rank, error, self.here.num_steps()).content()
             )
-        elif self.interrupt_s < math.inf:  # from now on nobody looks at this model
+        elif self.interrupt_at_s < math.inf:  # from now on nobody looks at this model
             self.interrupt()
         self.ring.watches.pop(self.number, None)
 
@@ -276,7 +277,7 @@ class Watch(NullWatch):
             case "fails" if self.fault is None:
                 # The guard's thread interrupts waits over the groups a little later.
                 self.fault = faults.fault_from(message)
-                self.interrupt_s = time.monotonic() + patience.GRACE_S
+                self.interrupt_at_s = time.monotonic() + patience.GRACE_S
             # a model's last message tells its progress
             case "leaves" if "number" in message or rank not in self.left:
                 self.left[rank] = faults.fault_from(message)
@@ -296,8 +297,8 @@ class Watch(NullWatch):
         with self.ring.condition:
             self.ring.condition.wait_for(lambda: self.fault or arrived(), timeout=patience_s)
 
-    def last_error(self, fault: Fault) -> UndertowError:
-        """Ends waits over these groups, and returns the error to raise.
+    def give_up(self, fault: Fault) -> UndertowError:
+        """Interrupts the waits over these groups, and returns the error to raise.
 
         Also the waits of Undertow's threads, because the script may do anything after this error,
         and of other ranks, because connections close.
@@ -305,20 +306,22 @@ class Watch(NullWatch):
         self.interrupt()
         return fault.error(f"synchronization {self.here.num_steps()}, rank {self.ring.rank}")
 
-    def explain(self, error: BaseException) -> None:
+    def raise_reason(self, error: BaseException) -> None:
         """Raises the reason of an error in a wait for other ranks, if it is known."""
         if isinstance(error, UndertowError) or not isinstance(error, RuntimeError):
             return
         if self.fault is None and not _OF_TRANSPORTS.search(str(error)):
             return
-        fault = self.reason(error)
+        fault = self.reason_of(error)
         if fault is not None:
             # a transport's error says less; it stays the `__context__`
-            raise self.last_error(fault) from None
+            raise self.give_up(fault) from None
 
-    def reason(self, error: BaseException) -> Fault | None:
-        """Returns why a collective failed with `error` and tells all ranks, or None if the reason
-        is not known."""
+    def reason_of(self, error: BaseException) -> Fault | None:
+        """Waits until it is known why a collective failed with `error`, and tells all ranks.
+
+        Returns the reason, or None if it stays unknown.
+        """
         is_over = _TIME_IS_OVER.search(str(error)) is not None
         # After a timeout no rank need be gone. It must be reported before ranks speak whose
         # connections the timeout has closed.
@@ -348,8 +351,8 @@ class Watch(NullWatch):
         """
         now_s, waited_s = time.monotonic(), self.here.waited_s()
         if self.fault is not None:
-            if now_s >= self.interrupt_s:
-                self.interrupt_s = math.inf
+            if now_s >= self.interrupt_at_s:
+                self.interrupt_at_s = math.inf
                 self.interrupt()
             return
         # Its process may live on, so that no connection ends.
@@ -417,7 +420,7 @@ class Waiting:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             if error is not None:
-                self._watch.explain(error)
+                self._watch.raise_reason(error)
         finally:
             # Only now: while it looks for the reason, this rank still counts as waiting, not late.
             if self._name:

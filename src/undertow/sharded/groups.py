@@ -13,7 +13,7 @@ import torch
 from undertow.config import SyncConfig
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts, round_up
-from undertow.ranks.dither import Stage, Turn
+from undertow.ranks.dither import Rounding, Turn
 from undertow.ranks.exchanges import Exchanges, accumulation_dtype, exchanges_over
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
@@ -91,10 +91,10 @@ class ShardGroups:
         """
         inside, across = parcels
         if isinstance(inside, Encoded):
-            inside = inside.dithered(turn, Stage.OWN, rank=self.shard.group.rank, device=device)
+            inside = inside.dithered(turn, Rounding.OWN, rank=self.shard.group.rank, device=device)
         if self.replicate is not None and isinstance(across, Encoded):
             rank = self.replicate.group.rank
-            across = across.dithered(turn, Stage.ACROSS, rank=rank, device=device)
+            across = across.dithered(turn, Rounding.ACROSS, rank=rank, device=device)
         return inside, across
 
     def shards_of(self, spec: Bucket) -> list[range]:

@@ -21,6 +21,7 @@ from undertow.engine.progress import params_of
 from undertow.engine.step_events import StepListener
 from undertow.errors import PhaseError, listed, require
 from undertow.ranks.agreement import require_agreement
+from undertow.ranks.transport import OwnGroup
 from undertow.schedule import ZERO1, OpKind, strategy_named
 from undertow.sharded.gathers import wait_before_forwards
 from undertow.sharded.groups import ShardGroups
@@ -83,6 +84,11 @@ class ShardedSteps(StepListener):
         self.sharding: Sharding | None = None
         self._hooks: list[RemovableHandle] = []  # before the forwards of modules
         self._is_closed = False
+
+    @property
+    def group(self) -> OwnGroup:
+        """The ranks with the other shards of this replica."""
+        return self._groups.shard.group
 
     def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_whole: bool) -> None:
         """Lets `stepper` update its parameters from now on, and nobody else. A collective call;
@@ -155,9 +161,10 @@ class ShardedSteps(StepListener):
         is in force; this is called again then.
         """
         current_plan = self._engine.current_plan
-        if current_plan.change is None and not self._left_out():
+        updates = self._updates_now()
+        if current_plan.change is None and not self._left_out(updates):
             current_plan.wait_for_parameters()
-            self._make_layout()
+            self._make_layout(updates)
 
     def begin(self, stepper: Optimizer | None = None) -> Sharding:
         """Returns this rank's shards, to be stepped.
@@ -171,9 +178,10 @@ class ShardedSteps(StepListener):
         sharding = self.sharding
         is_same = sharding is current_plan.compiled.layout and current_plan.change is None
         if sharding is None or not is_same or moves.has_order or self._may_have_changed:
-            self._require_steppers()
+            updates = self._updates_now()
+            self._require_steppers(updates)
             current_plan.wait_for_parameters()
-            sharding = self._make_layout()
+            sharding = self._make_layout(updates)
         module = self._module()
         is_alone = self._groups.num_ranks == 1
         if not (self._hooks or is_alone or self._is_compiled or module is None):
@@ -194,17 +202,16 @@ class ShardedSteps(StepListener):
                 updates[id(param)] = number, each.is_whole
         return updates
 
-    def _left_out(self) -> list[str]:
+    def _left_out(self, updates: _Updates) -> list[str]:
         """Returns the trained parameters that no optimizer updates, but must: later ones may be
         left out, as in torch."""
         if self.sharding is not None:
             return []
-        updates = self._updates_now()
         named_params = self._engine.current_plan.hooks.named_params
         return [repr(name) for name, param in named_params if id(param) not in updates]
 
-    def _require_steppers(self) -> None:
-        left = self._left_out()
+    def _require_steppers(self, updates: _Updates) -> None:
+        left = self._left_out(updates)
         require(
             not left,
             f"no ShardedOptimizer updates {listed(left, most=3)}: their gradients are cut into "
@@ -213,9 +220,9 @@ class ShardedSteps(StepListener):
             remedy="Give them to one of the optimizers, or freeze them (requires_grad_(False)).",
         )
 
-    def _make_layout(self) -> Sharding:
+    def _make_layout(self, updates: _Updates) -> Sharding:
         """Cuts the parameters into shards, and the gradients that are reduced already."""
-        current_plan, updates = self._engine.current_plan, self._updates_now()
+        current_plan = self._engine.current_plan
         plan, compiled = self._engine.moves.shard_plan(updates), current_plan.compiled
         before = self.sharding if self.sharding is compiled.layout else None
         is_same = updates == self._updates
@@ -283,7 +290,6 @@ class ShardedSteps(StepListener):
             )
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
-        """Called before every forward of the whole module, also of an evaluation."""
         self._is_compiled |= is_compiled
         if self.sharding is not None and (is_compiled or not is_training or not self._hooks):
             self.sharding.gathers.wait_for_all()

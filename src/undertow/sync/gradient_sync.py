@@ -140,6 +140,10 @@ class GradientSync:
         """Returns all parameters of the module except ignored ones, frozen parameters included."""
         return self._own.members.named_params()
 
+    def _add_expert(self, expert: GradientSync) -> None:
+        self.experts = (*self.experts, expert)
+        self._whole.experts.append(expert._whole)
+
     @property
     def is_accumulating(self) -> bool:
         """True if a backward that runs now only accumulates; `accumulate()` sets it temporarily."""
@@ -287,7 +291,7 @@ class GradientSync:
                 differ.
         """
         self._own.require_open("register_comm_hook()")
-        if self._own.steps is not None:
+        if self._own.sharded_steps is not None:
             raise refused("hook", "shards", where="ShardedOptimizer")
         self._engine.current_plan.use_hook(CommHook(state, hook), is_in_round=self._engine.is_busy)
         self._whole.watch_forwards()

@@ -54,7 +54,7 @@ class GroupSync:
     ) -> None:
         self.module, self.members, self.config = module, members, config
         self.outer: OuterSync | None = None  # with SyncConfig(outer=...)
-        self.steps: ShardedSteps | None = None  # of sharded optimizers
+        self.sharded_steps: ShardedSteps | None = None  # of sharded optimizers
         self.is_closed = self.is_compiled = False
         device = members.device
         self.all_ranks: OwnGroup  # that train the model; with `outer`, of all replicas
@@ -74,16 +74,19 @@ class GroupSync:
         self.attached.callback(own.close)
         self.attached.callback(members.close)
         self.attached.callback(engine.close)
-        self._events = StepEvents()
-        self.attached.callback(self._events.close)
+        self.events = StepEvents()
+        self.attached.callback(self.events.close)
         self.engine_steps = EngineSteps(engine, config)
-        self._events.subscribe(self.engine_steps)
+        self.events.subscribe(self.engine_steps)
         if config.outer is not None:
             self.all_ranks.here.module = own.here.module
             self.outer = OuterSync(module, self.all_ranks, engine, config)
             self.attached.callback(self.outer.close)
-        if engine.current_plan.is_active:
-            self._events.follow_loads(module)
+            self.events.subscribe(self.outer)
+            self.events.subscribe(self.outer.loads)
+            self.events.follow_ends()
+        if engine.current_plan.is_active or config.outer is not None:
+            self.events.follow_loads(module)
         write_trace = trace_at_end(engine)
         if write_trace is not None:
             self.attached.callback(write_trace)
@@ -136,7 +139,7 @@ class GroupSync:
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """Returns the mean gradient of a parameter, whole on this rank, or None if it has none."""
         self.engine_steps.finish_before_look([param], reader="full_gradient")
-        sharding = None if self.steps is None else self.steps.sharding
+        sharding = None if self.sharded_steps is None else self.sharded_steps.sharding
         return param.grad if sharding is None else sharding.full_gradient(param)
 
     # Copies of a rank's tensors.
@@ -162,12 +165,17 @@ class GroupSync:
         if self.outer is not None:
             self.outer.reset()
 
+    @property
+    def has_buffers(self) -> bool:
+        """True if the module has buffers that are synchronized."""
+        return bool(self.members.common_buffers.buffers)
+
     def synchronize_buffers(self, *, source: int = 0) -> None:
         """Copies the buffers of rank `source`; a collective call."""
         if self.group.num_ranks == 1:
             return
         self.engine.current_plan.open_group()
-        if self.members.common_buffers.buffers:
+        if self.has_buffers:
             synchronize_buffers(self.members.common_buffers, self.group, source=source)
 
     def shadow(self) -> None:
@@ -199,15 +207,15 @@ class GroupSync:
             remedy="Make the optimizer before or after it.",
         )
         self.wait()
-        if self.steps is None:
+        if self.sharded_steps is None:
             self.engine.current_plan.open_group()
-            self.steps = ShardedSteps(
+            self.sharded_steps = ShardedSteps(
                 self.module, self.engine, self.config, is_compiled=self.is_compiled
             )
-            self.attached.callback(self.steps.close)
-            self._events.subscribe(self.steps)
-        self.steps.hand_to(stepper, settings, is_whole=whole)
-        return self.steps
+            self.attached.callback(self.sharded_steps.close)
+            self.events.subscribe(self.sharded_steps)
+        self.sharded_steps.hand_to(stepper, settings, is_whole=whole)
+        return self.sharded_steps
 
     # A forward.
 
@@ -218,15 +226,12 @@ class GroupSync:
         """
         self.is_compiled |= is_compiled
         engine = self.engine
-        is_outermost = is_outermost_forward()
-        is_training = is_outermost and self.module.training
+        is_training = is_outermost_forward() and self.module.training
         if engine.is_closed:
             if is_training and not self._is_averaged_elsewhere():
                 self.require_open("a training forward")
             return
-        if not engine.current_plan.is_active:
-            return
-        if is_training and private.is_in_rpc_context():
+        if is_training and engine.current_plan.is_active and private.is_in_rpc_context():
             raise PhaseError(
                 "gradients of torch.distributed.rpc are not averaged: a context of distributed "
                 "autograd keeps them instead of `.grad`.",
@@ -234,20 +239,15 @@ class GroupSync:
                 remedy="Run the forward outside of the context, or use torch's "
                 "DistributedDataParallel.",
             )
-        if is_outermost:
-            engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
-        if self.steps is not None:  # after the mark of the forward, which this wait belongs to
-            self.steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
-        has_buffers = bool(self.members.common_buffers.buffers) or not self.group.is_open
-        if is_training and buffers_follow is not None and has_buffers:
+        self.events.forward_begins(is_training=is_training, is_compiled=is_compiled)
+        if not is_training or buffers_follow is None:
+            return
+        if self.has_buffers or not self.group.is_open:
             self.synchronize_buffers(source=buffers_follow)
 
     def forward_ends(self) -> None:
         """Called after each forward of the module."""
-        if self.steps is not None:
-            self.steps.forward_ends()
-        if not self.engine.is_closed and is_outermost_forward():
-            self.engine.forward_ends()
+        self.events.forward_ends()
 
     def _is_averaged_elsewhere(self) -> bool:
         """Returns True in a step that a forward of a newer wrapper of all trained parameters has

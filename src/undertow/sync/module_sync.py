@@ -23,8 +23,8 @@ class ModuleSync:
     """The synchronization of a module's own parameters, `own`, and of its `experts`: one for each
     group of experts, in the order of the settings.
 
-    If the module is attached, only its hooks hold this object. When nothing holds it, the
-    synchronization is closed.
+    A GradientSync holds this object, and so do the hooks of an attached module. When nothing holds
+    it any more, the synchronization is closed.
     """
 
     def __init__(self, own: GroupSync) -> None:
@@ -84,10 +84,11 @@ class ModuleSync:
         """Registers hooks at the start and the end of every forward of an attached module, until
         `close`.
 
-        A single rank has none until a communication hook needs them.
+        A single rank has none until a communication hook needs them, unless it is a replica.
         """
         is_active = any(engine.current_plan.is_active for engine in self.engines)
-        if not is_active or not self.is_attached or self._hooks:
+        are_needed = is_active or self.own.outer is not None
+        if not are_needed or not self.is_attached or self._hooks:
             return
         module = self.own.module
         begins, ends = ModuleHook(module, self._hook_begins), ModuleHook(module, self.forward_ends)

@@ -155,8 +155,8 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
 
 
 def interrupt(group: dist.ProcessGroup) -> None:
-    """Makes all operations in flight over a group of Undertow's fail, here and then on the other
-    ranks; breaks the group.
+    """Makes all operations in flight over a group fail, here and then on the other ranks; breaks
+    the group.
 
     When a gloo receive times out, gloo closes all connections of its group. The group is never
     freed then, because freeing it may last until its timeout: if the other rank is gone, a message
