@@ -34,8 +34,7 @@ __all__ = ["DEFAULTS", "IDEAL", "Conditions", "simulate"]
 
 _Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 
-# Values for a profile that nobody measured; docs/fidelity.md has the published rows that they come
-# from.
+# Values for a profile without measurements, from the published rows in docs/fidelity.md.
 DEFAULTS = {"skew": 0.02, "contention": 0.12, "launch_us": 90.0, "copy_us_per_mb": 25.0}
 
 

@@ -65,7 +65,7 @@ def require_as_undisturbed(folder: Path, out: str, undisturbed: dict[str, torch.
 
 
 KILLED = [*OPTIONS, "--kill-rank", "1", "--kill-step", "11"]
-GONE = "RankLost: rank 1 is gone: its process has ended without a word, or was killed."
+GONE = "RankLost: rank 1 is gone: its process exited or was killed without reporting an error."
 
 
 @pytest.mark.slow

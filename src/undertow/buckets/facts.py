@@ -2,9 +2,9 @@
 rank reads the facts of all in the sum over ranks.
 
     digest       bits and complements     do ranks differ?
-    rank flags   a flag for each rank     which ranks say so?
-    item flags   a flag for each item     of which items does some rank say so?
-    numbers      a number for each rank   what does each rank say?
+    rank flags   a flag for each rank     which ranks have set it?
+    item flags   a flag for each item     which items has any rank marked?
+    numbers      a number for each rank   which number has each rank?
 
 Trailers of buckets, exchanges of replicas, reductions by hand and `join` use it. Everything except
 numbers is read as "not zero", which is exact in any dtype, after a sum or a mean.
@@ -35,7 +35,7 @@ _DIGITS = bytes.maketrans(b"01", b"\0\1")
 class Facts:
     """The facts of one rank, by name; those that are left out say nothing."""
 
-    digests: Mapping[str, int | None] = field(default_factory=dict)  # None as if left out
+    digests: Mapping[str, int | None] = field(default_factory=dict)  # None equals leaving it out
     flags: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the ranks or items to mark
     numbers: Mapping[str, float] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ class FactCodec:
         self.write_flags(memory, facts.flags)
 
     def write_numbers(self, memory: Tensor, numbers: Mapping[str, float | Tensor]) -> None:
-        """Writes this rank's numbers; those in tensors may be on a device, and nobody waits."""
+        """Writes this rank's numbers; those in tensors may be on a device. Does not wait."""
         for name, number in numbers.items():
             memory[self._places[name].start + self._rank] = number
 

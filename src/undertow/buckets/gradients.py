@@ -35,7 +35,7 @@ class BucketGradients(Protocol):
 
     @property
     def memory(self) -> BucketMemory:
-        """Of the packed gradients, and of the trailer."""
+        """The memory of the packed gradients and of the trailer."""
 
     @property
     def earlier(self) -> Collection[int]:
@@ -52,7 +52,7 @@ class BucketGradients(Protocol):
         separate tensor. A parameter in `not_arrived` contributes its current `.grad`, or zeros if
         that is None; `bind` can restore it.
 
-        With `is_discarded` nobody wants the result, and an earlier one must stay; only shards have
+        With `is_discarded` the result is not used, and an earlier one must stay; only shards have
         memory for both.
         """
 
@@ -70,7 +70,7 @@ class BucketGradients(Protocol):
         """Binds `.grad` to the packed values, which were not sent."""
 
     def note_known(self) -> None:
-        """Called when a step begins: whatever is in `.grad` now is not a new gradient."""
+        """Called when a step begins: the present content of `.grad` is not a new gradient."""
 
     def is_written(self, position: int) -> bool:
         """Returns True if `.grad` was written since `bind` and `note_known`.

@@ -108,8 +108,8 @@ class BucketMemory:
         """Moves every `.grad` into its view, leaving None.
 
         Returns the previous `.grad` by position, if it is None or the position is in `not_arrived`.
-        Of a view that is a copy, because the reduction overwrites it. With `later`, gradients are
-        added to it, and copied by `copy_in`.
+        If that gradient is the view itself, returns a copy, because the reduction overwrites it.
+        With `later`, gradients are added to it, and copied by `copy_in`.
         """
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
             with torch.no_grad():

@@ -54,7 +54,7 @@ class Reducer:
 
     @cached_property
     def finite(self) -> FiniteCheck | None:
-        """Looks for values that are not finite; None if nobody asks for them."""
+        """Looks for values that are not finite; None with nonfinite="ignore"."""
         is_off = self.config.nonfinite == "ignore"
         return None if is_off else FiniteCheck(is_host=self.group.hardware.is_host)
 

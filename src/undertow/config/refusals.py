@@ -32,7 +32,7 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
     ),
     ("experts", "outer"): (
         ConfigError,
-        "outer synchronization does not go with experts: replicas hold different parameters.",
+        "outer synchronization does not work with experts: replicas hold different parameters.",
         "Leave outer out.",
     ),
     ("experts", "skip"): (
@@ -60,7 +60,7 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
     ),
     ("hybrid", "outer"): (
         ConfigError,
-        'outer synchronization does not go with strategy="hybrid", which synchronizes rows in '
+        'outer synchronization does not work with strategy="hybrid", which synchronizes rows in '
         "every step.",
         'Use "zero1": on a mesh, each row shards, and rows are replicas.',
     ),

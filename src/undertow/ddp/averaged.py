@@ -17,8 +17,7 @@ def require_averaged(wrapper: nn.Module, wrapped: nn.Module, *, rank: int) -> No
     require(
         module is not None and private.unwrapped(module) is private.unwrapped(wrapped),
         f"model.module was {type(wrapped).__name__} when it was wrapped, and now is "
-        f"{type(module).__name__}: nobody averages "
-        "the gradients of the new one.",
+        f"{type(module).__name__}: gradients of the new module are not averaged.",
         where=where,
         remedy="Wrap the new module, after close() of this wrapper; or change parts inside "
         "of model.module.",
@@ -32,7 +31,7 @@ def require_averaged(wrapper: nn.Module, wrapped: nn.Module, *, rank: int) -> No
     name = next(trained, next(iter(wrapper._buffers), None))
     require(
         name is None,
-        f"{name!r} was registered on the wrapper, and not on its module: nobody synchronizes it.",
+        f"{name!r} was registered on the wrapper, not on its module: it is not synchronized.",
         where=where,
         remedy="Register it on model.module, or on the module before it is wrapped.",
     )

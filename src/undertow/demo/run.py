@@ -104,9 +104,7 @@ def _print_introduction(console: Console, settings: DemoSettings) -> None:
     )
     num_cores = os.cpu_count() or 1
     if settings.num_ranks == 1:
-        console.print(
-            "[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]"
-        )
+        console.print("[yellow]With one rank there is no communication to hide.[/]")
     if settings.num_ranks > num_cores:
         console.print(
             f"[yellow]{ranks} share {num_cores} cores: computation will take longer "

@@ -77,8 +77,8 @@ class CurrentPlan:
     tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
     """
 
-    # Models of this process that are about to rebuild, each with the backward in which that is: one
-    # backward may reach several. Threads of other ranks are there in tests only.
+    # Models of this process that are about to rebuild, each with the backward that does it: one
+    # backward may reach several. Other ranks run as threads of this process in tests only.
     _leaving: ClassVar[_Tokens] = weakref.WeakKeyDictionary()
     _numbers: ClassVar[Iterator[int]] = count()  # in the order in which models are made
 
@@ -163,7 +163,7 @@ class CurrentPlan:
         if self.members.has_changed() or (self.change is not None and not self.members.are_lent()):
             self._set_change()
         self.is_stale = False
-        if not self.is_active and self.change is not None:  # one rank agrees with nobody
+        if not self.is_active and self.change is not None:  # one rank has no other to agree with
             self.follow()
 
     def _set_change(self, *, begins_forward: bool = False) -> None:
@@ -254,7 +254,7 @@ class CurrentPlan:
     def follow(self) -> None:
         """Puts the change in force."""
         change, hooks = self.change, self.hooks
-        assert change is not None  # else nobody calls this
+        assert change is not None  # else this is not called
         arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
         hooks.close()
         self._put_in_force(change, before=self.compiled)
@@ -315,7 +315,7 @@ class CurrentPlan:
     def move(self, plan: Plan) -> None:
         """Puts another plan of the same parameters in force, between two rounds.
 
-        What was written into gradients is noted before.
+        Notes before it which gradients were written.
         """
         before = self.compiled
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.

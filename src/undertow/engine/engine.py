@@ -359,7 +359,7 @@ class SiblingEngines:
     """Engines whose rounds belong to the same backwards: a backward that reaches one of them is a
     round of all.
 
-    No token of a rank may reach its experts. Even then the ranks with the same experts wait for it
+    If none of a rank's tokens reach its experts, the other ranks that hold them still wait for it
     in that backward. The order is the same on every rank, so that engines also wait for each
     other in one order.
     """

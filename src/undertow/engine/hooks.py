@@ -202,7 +202,7 @@ class ParamHooks:
 
 
 class BackwardToken:
-    """True until the backward is over in which it was made, also by an exception.
+    """True until the backward that it was made in ends, normally or by an exception.
 
     False at once if it was made outside of a backward. Only the backward holds the callback.
     """
@@ -290,8 +290,8 @@ def _watchers_of(param: Tensor) -> Iterator[Any]:
 
 
 def is_outermost_forward() -> bool:
-    """Returns False in a recomputation inside a backward and in an evaluation, for which no other
-    rank waits."""
+    """Returns False in a recomputation inside a backward and in an evaluation: other ranks do not
+    wait for these."""
     return private.graph_task_id() == -1 and torch.is_grad_enabled()
 
 
@@ -345,7 +345,7 @@ class _BackwardEnd:
             self._outermost.on_end()
             return
 
-        # as it is if that node raises: then no end is to come, though this object may stay
+        # If that node raises, the end never comes, although this object may stay alive.
         self._outermost.on_gone()
 
         # The task ran inside a node of an outer one: when that node is done, wait for the end of

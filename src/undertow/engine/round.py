@@ -112,7 +112,7 @@ class Round:
     holds_back: bool = False  # no bucket leaves before the end of backward
     conclude: Callable[[Round], Stage | None] | None = None  # the end; None before a rebuild
     has_started: bool = False
-    has_ended: bool = False  # its backward; then stage after stage runs, until there is none
+    has_ended: bool = False  # its backward; then stage after stage runs, until none is left
     stage: Stage | None = None  # the next one after backward; None while one runs
     has_failed: bool = False  # on this rank
     found: Findings = field(default_factory=Findings)
@@ -141,8 +141,8 @@ class Round:
     def _bucket_is_full(self, index: int) -> None:
         """Called when all gradients of a bucket have arrived.
 
-        It leaves if those before it have left. The last one waits for the end of backward, because
-        its trailer has what a rank knows only then.
+        Sends it if all buckets before it were sent. The last one waits for the end of backward,
+        because its trailer has facts that a rank knows only then.
         """
         if self.kind is RoundKind.ACCUMULATE:
             self._keep(self.compiled.buckets[index])
@@ -158,7 +158,7 @@ class Round:
         if self.hooks is not None and not self.has_failed:
             arrivals = self.hooks.arrivals
             absent = arrivals.absent
-            if absent:  # what something other than autograd has written into `.grad` counts as well
+            if absent:  # gradients that other code than autograd has written into `.grad` count too
                 arrivals.note(self.compiled.written(absent - self.hooks.arrived_before))
         if self.kind is RoundKind.ACCUMULATE:
             for bucket in buckets:

@@ -49,7 +49,7 @@ class Rounds:
     def begin(self, kind: RoundKind, *, is_last: bool, op: str | None = None) -> None:
         """Begins a round, and starts it unless the plan is about to change.
 
-        `is_last`: the step adds up no more gradients. `op` is that of a reduction by hand.
+        `is_last`: the step adds up no more gradients. `op` is set for a reduction by hand.
         """
         current_plan, progress = self._current_plan, self._progress
         # A hook that user code has registered since the forward may run after Undertow's, once, on

@@ -30,7 +30,7 @@ _MOST_TIMES_BLOCKED = 100  # windows in which another model of the process tried
 
 
 class _Obstacle(IntEnum):
-    """What keeps a rank from trying plans; the largest of all ranks counts."""
+    """Reasons why a rank cannot try plans; the largest of all ranks counts."""
 
     NONE = 0
     OTHER_MODEL = 1  # two trials at a time would be measured in the same steps

@@ -41,7 +41,7 @@ class _Owned:
     state: ParamState | None = None  # at the last look, the dict of both optimizers
     entries: tuple[Any, ...] = ()  # of that dict, at the last look
     # Loaded exact values, and the fingerprint of the parameter that they belong to, until it has
-    # these values: the model may be loaded later. None if nobody knows it: they belong to any.
+    # these values: the model may be loaded later. None if it is unknown: they fit any.
     waiting: tuple[Tensor, int | None] | None = None
     # Loaded exact values of a parameter that is updated in place from now on, and the values that
     # it had then. They take effect in a step, because ranks gather after it.

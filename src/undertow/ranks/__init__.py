@@ -1,6 +1,6 @@
-"""How do ranks talk, and what if one does not answer?
+"""Communication between ranks, and what happens if one does not answer.
 
-How they talk:
+Communication:
 
 group        the ranks that the user chooses, and the abilities of their backend
 transport    Undertow's clone of that group, and collectives over it
@@ -11,7 +11,7 @@ parcels      what the messages contain: a part in full width, or in a format
 dither       offsets before values are rounded
 agreement    facts that all ranks have alike, compared while all wait
 
-What if one does not answer:
+If a rank does not answer:
 
 meeting      all ranks have arrived: before they connect, or make a group
 handshake    neighbors connect to each other at a meeting

@@ -78,7 +78,7 @@ class PostedMessages:
         self._completing = group.worker("undertow-completes")
 
     def start(self, first: ExchangeStage, behind: Handle | None = None) -> Handle:
-        """Starts an exchange by its first stage, when `behind` is complete."""
+        """Starts an exchange with its first stage, when `behind` is complete."""
         work = ThreadWork()
         before = () if behind is None else (behind,)
         self._posting.submit(self._advance, work, Wait(before, first))
@@ -105,7 +105,7 @@ class PostedMessages:
         return self.group.process_group
 
     def sums_itself(self, parcel: Parcel) -> bool:
-        """Returns True if the backend adds up, in an order of its own."""
+        """Returns True if the backend adds up, in its own order."""
         return False
 
     def exchange(self, messages: Sequence[Tensor], tag: int) -> Arriving:
@@ -182,7 +182,7 @@ class PostedMessages:
         return torch.empty(numel, dtype=dtype)
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
-        """Gives back memory that nobody uses any more after the present operators."""
+        """Gives back memory that is not used after the present operators."""
         for tensor in tensors:
             self.free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
@@ -211,7 +211,7 @@ class BackendCollectives:
     stream; in `work.wait()`, the current stream waits for the backend. A stream that waits for the
     all-gather has therefore waited for the side stream too, and no other event is needed.
 
-    When nobody holds a tensor, the stream that has allocated it may write there at once. So each
+    Without a reference to a tensor, the stream that allocated it may write there at once. So each
     tensor is held until a stream has waited for its last use, and then kept for that stream:
 
     tensor     allocated by   written by   read by   kept for

@@ -41,7 +41,7 @@ class Connection:
     def __init__(self, link: socket.socket, rank: int) -> None:
         self.rank = rank
         self._link = link
-        self._sending = threading.Lock()  # nobody waits for it
+        self._sending = threading.Lock()  # never waited for
         self._unsent = bytearray()
         self._received = b""
         link.setblocking(False)

@@ -33,7 +33,7 @@ class Rounding(IntEnum):
 
     OWN = 0  # of a rank's own values
     ACROSS = 1  # of the sums of a row, for the other rows of a mesh
-    MEAN = 2  # of a part's mean, by its owner: the same on every rank, whoever owns the part
+    MEAN = 2  # of a part's mean, by its owner: the same on every rank, for any owner
 
 
 # By which the offsets of each stage turn when a synchronization repeats: `_UNIT` divided by powers
@@ -65,7 +65,7 @@ class Turn:
 
 
 def _mixed(digest: Tensor | int, stage: Rounding) -> Tensor | int:
-    """Returns a pseudo-random number below 2^31; those of the stages look independent."""
+    """Returns a pseudo-random number below 2^31; numbers of different stages look independent."""
     mixed = (digest + (stage + 1) * 0x3C6EF372) & _WORD
     for factor in (0x45D9F3B5, 0x2C1B3C6D):
         mixed = ((mixed ^ (mixed >> 15)) * factor) & _WORD

@@ -90,7 +90,7 @@ class Exchanges:
     ) -> Handle:
         """Starts to replace `tensor` by its mean over ranks, added in rank order.
 
-        Without a parcel all of it travels in full width. `trailer` is no part of the parcel, and
+        Without a parcel all of it travels in full width. `trailer` is not part of the parcel, and
         becomes its sum over ranks. With `is_alike` the trailer travels first, and `tensor` only if
         this returns True for it, as it must on all ranks or none: if a message is longer than the
         memory for it, gloo ends the process. On a device it is not asked, because the host would

@@ -176,7 +176,7 @@ def failed(rank: int, error: BaseException) -> Fault:
 def lost(rank: int) -> Fault:
     return Fault(
         RankLost,
-        f"rank {rank} is gone: its process has ended without a word, or was killed.",
+        f"rank {rank} is gone: its process exited or was killed without reporting an error.",
         "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), "
         "and start from a checkpoint.",
     )

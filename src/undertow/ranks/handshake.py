@@ -112,7 +112,7 @@ class Place:
 
 @dataclass(slots=True)
 class _Proof:
-    """What a connection has sent of the token, and when its time is over."""
+    """The part of the token that a connection has sent, and when its time ends."""
 
     until_s: float
     said: bytes = b""

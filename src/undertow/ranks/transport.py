@@ -174,7 +174,7 @@ class OwnGroup:
         *,
         finish: Callable[[], object] | None = None,
     ) -> Handle:
-        """Starts to reduce `tensor` in place, as part of what its waits have the name of.
+        """Starts to reduce `tensor` in place, as part of a larger operation that names its waits.
 
         Waiting for the handle raises if a rank is gone, else calls `finish`.
         """
@@ -204,7 +204,7 @@ class OwnGroup:
         self.makes_call(name)
         return self._handle(work, name, tensor)
 
-    # Messages of `exchanges`. Their waits have the names of what they are part of.
+    # Messages of `exchanges`, whose waits have the exchange's name.
 
     def scatter_sum(self, part: Tensor, values: Tensor) -> Work:
         """Starts to write this rank's part of the sum of all ranks' `values` into `part`."""

@@ -30,7 +30,7 @@ If all ranks answer that they wait, the same rank asks again, `about` the collec
 have made. If each has made one that another one lacks, and no wait has ended meanwhile, the ranks
 are in a deadlock, and it fails (`faults.are_in_deadlock`).
 
-Nothing is said while nobody waits for long. A fault is latched before groups are interrupted, so
+Ranks send nothing unless one waits for long. A fault is latched before groups are interrupted, so
 that a thread whose collective breaks finds the reason.
 
 Reasons: docs/design/lost-ranks.md.
@@ -265,7 +265,7 @@ class Watch(NullWatch):
             self.say(
                 "leaves", **faults.left(self.ring.rank, error, self.here.num_steps()).content()
             )
-        elif self.interrupt_at_s < math.inf:  # from now on nobody looks at this model
+        elif self.interrupt_at_s < math.inf:  # this model is not watched any more
             self.interrupt()
         self.ring.watches.pop(self.number, None)
 

@@ -132,8 +132,8 @@ class Sharding(Layout):
     def adopt_gradients(self, own: Collection[int] = ()) -> None:
         """Replaces whole gradients by placeholders; a single rank keeps them.
 
-        Gradients are the same on every rank, except those of the parameters in `own`, by id: they
-        are this rank's own, and the next synchronization reduces them.
+        Gradients are the same on every rank, except for the parameters in `own`, by id: their
+        gradients are this rank's own, and the next synchronization reduces them.
         """
         if not self._gradients:
             return

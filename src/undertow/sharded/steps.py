@@ -91,7 +91,7 @@ class ShardedSteps(StepListener):
         return self._groups.shard.group
 
     def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_whole: bool) -> None:
-        """Lets `stepper` update its parameters from now on, and nobody else. A collective call;
+        """Makes `stepper` the only one that updates its parameters from now on. A collective call;
         raises PlanMismatch if ranks give different `settings`.
 
         Lays the parameters out if every trained one has a stepper now. With `is_whole`, one rank
@@ -284,7 +284,7 @@ class ShardedSteps(StepListener):
         """Raises PhaseError after `close`."""
         if self._is_closed:
             raise PhaseError(
-                "the model of this optimizer is closed: its ranks no longer exchange their shards.",
+                "the model of this optimizer is closed: its shards are no longer gathered.",
                 where=f"ShardedOptimizer, rank {self._groups.rank}",
                 remedy=remedy,
             )

@@ -335,8 +335,8 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
         yield bucket_table(report.gathers, worst=worst, has_format=report.param_wire is not None)
     if report.is_one_graph:
         yield (
-            "The model is compiled as one graph, for none of its buckets has 1 MiB: its "
-            "gradients come all at once.\n"
+            "The model is compiled as one graph because no bucket reaches 1 MiB: its gradients "
+            "arrive all at once.\n"
             "Set bucket_cap_mb to 1 or more, or compile its layers one by one."
         )
     if report.zeroed is not None and report.zeroed >= _LEAST_ZEROED:
@@ -346,11 +346,11 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
         )
     if report.not_tried:
         yield (
-            "Plans that could not be tried, so that the present one stayed: "
+            "Plans that could not be tried, so the present plan stayed: "
             f"{'; '.join(report.not_tried)}"
         )
     if report.num_skipped > 0:
-        yield f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}"
+        yield f"Optimizer steps skipped because of non-finite gradients: {report.num_skipped}"
 
 
 def _step_table(report: StepReport) -> "Table":
@@ -395,6 +395,6 @@ def _step_table(report: StepReport) -> "Table":
         whole = sum(bucket.num_bytes for bucket in report.buckets)
         sizes = f"{report.sent_bytes / 1e6:.2f} of {whole / 1e6:.2f} MB of gradients sent"
         add("  of it encoding", report.coding_ms, f"and decoding; {sizes}")
-    limit = f"limit {report.limit_ms:.1f}: not earlier with these buckets"
+    limit = f"limit {report.limit_ms:.1f}, the earliest with these buckets"
     add("synchronized after", report.synchronized_ms, limit)
     return table

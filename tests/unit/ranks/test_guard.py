@@ -24,7 +24,7 @@ from undertow.ranks.watch import NullWatch, Ring, Watch
 from undertow.torch_private import private
 
 WITHIN_S = 5.0  # on a machine that does much else; some hundredths of a second otherwise
-GONE = ["RankLost", "rank 1 is gone: its process has ended without a word, or was killed."]
+GONE = ["RankLost", "rank 1 is gone: its process exited or was killed without reporting an error."]
 
 
 def joined(rank: Rank, **limits: float) -> Watch:
