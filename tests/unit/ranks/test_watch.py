@@ -199,7 +199,7 @@ def test_any_other_thread_may_be_the_one_that_trains(watch: Watch) -> None:
 def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     # Others would count it as late.
     waits_for = []
-    monkeypatch.setattr(watch, "reason", lambda _error: waits_for.append(watch.here.wait[0]))
+    monkeypatch.setattr(watch, "reason_of", lambda _error: waits_for.append(watch.here.wait[0]))
     with pytest.raises(RuntimeError, match="Connection closed"), watch.waiting("bucket 3"):
         raise RuntimeError("Connection closed by peer")
     assert (waits_for, watch.here.wait[0]) == (["bucket 3"], "")
