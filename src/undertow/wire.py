@@ -44,7 +44,7 @@ class Wire(Protocol):
 
     @property
     def least(self) -> float:
-        """Numbers of this size, and smaller ones, arrive as zero whatever is in their block."""
+        """Numbers of this size, and smaller ones, arrive as zero in any block."""
 
     @property
     def is_dithered(self) -> bool:
@@ -60,7 +60,7 @@ class Wire(Protocol):
 
     @property
     def bucket_us(self) -> float:
-        """Microseconds of one core for a bucket on the host, whatever its size: its operators and
+        """Microseconds of one core for a bucket on the host, of any size: its operators and
         messages, beyond those in full width. Plans and simulations count them.
         """
 

@@ -96,7 +96,7 @@ def run_rank(rank: int, settings: DemoSettings, folder: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that has started it is gone, which cannot do it any more."""
+    """Ends this process when its parent is gone, which can no longer end it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -380,7 +380,7 @@ def _phase(kind: str, start_us: float, stop_us: float) -> Event:
 
 def trace_of(phases: Trace, transfers: Sequence[Carried], recorded: Trace | None = None) -> Trace:
     """Returns one step as events, in time since its forward began: its phases, and the parts of
-    transfers that lie in it, whichever step has launched them.
+    transfers that lie in it, launched by any step.
 
     With shards the library has `recorded` how long the forward waited for parameters.
     """

@@ -27,7 +27,7 @@ shaped by a token bucket lets some bytes pass at once after a rest (`Way`).
 Messages of one sender occupy a way in one after another; the latency of one does not delay the
 next. Collectives occupy the way in only.
 
-The link leaves out what a real one takes from processors: the kernel's copies and interrupts, and
+The link leaves out the processor time of a real one: the kernel's copies and interrupts, and
 threads of gloo that compete with computation while bytes flow. Here they sleep. So it shows how a
 step overlaps, but not how long it takes on a real network: figures are measured over links that tc
 shapes (`python -m benchmarks.shaped`).

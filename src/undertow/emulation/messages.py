@@ -50,8 +50,8 @@ class Sends:
 class Receives:
     """The receives of one group: each ends when the link would have carried its message.
 
-    Receives from one sender end in the order they were posted, whatever their tags. Senders do not
-    wait for each other, because one may be late, or send only after it has heard from another.
+    Receives from one sender end in the order they were posted, with any tags. Senders do not wait
+    for each other, because one may be late, or send only after it has heard from another.
     """
 
     def __init__(self, link: EmulatedLink, *, rank: int) -> None:

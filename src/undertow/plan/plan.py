@@ -267,7 +267,7 @@ def plan_from_groups(
 def _owners(
     params: Sequence[ParamSpec], groups: Sequence[Sequence[int]], num_shards: int
 ) -> dict[int, int]:
-    """Returns the owner of each parameter that one rank updates, whatever the order in a group."""
+    """Returns the owner of each parameter that one rank updates, for any order in a group."""
     whole = [sorted(param for param in group if params[param].is_whole) for group in groups]
     owners = dict[int, int]()
     for group, ranks in zip(whole, owners_of(params, whole, num_ranks=num_shards), strict=True):

@@ -23,7 +23,7 @@ _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
 _ALL_WAIT = "all ranks wait, for different things"
 _ALL_WAIT_FOR_IT = "all ranks wait for it"
-_MAX_TEXT = 2000  # limit on the characters of an error that are sent
+_MAX_TEXT = 2000  # most characters of an error that are sent
 _KINDS = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
 # Parts of a file's path, and the activity of a thread that runs its code.
 _ACTIVITIES = {

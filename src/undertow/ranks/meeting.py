@@ -31,7 +31,7 @@ def meeting_of(
 ) -> Iterator[Meeting]:
     """Context for a meeting of these ranks, each of which counts its own.
 
-    Raises what `watch` knows of a rank that is gone, or StallTimeout.
+    Raises the error that `watch` has for a rank that is gone, or StallTimeout.
     """
     try:
         store = private.default_store()

@@ -158,7 +158,7 @@ class Arrivals:
                 bucket.num_awaited += sum(map(repeats.__getitem__, bucket.params))
 
     def forget_backward(self) -> None:
-        """Makes the next arrival call `on_backward`, whatever its backward."""
+        """Makes the next arrival call `on_backward`, in any backward."""
         self._last_backward = _NO_BACKWARD
         for bucket in self.buckets:
             bucket.counts_from = 0

@@ -172,7 +172,7 @@ class FlatParams:
 
     @torch.no_grad()
     def read_moved(self) -> None:
-        """Reads this rank's part of parameters that lie in other memory by now, and leaves them
+        """Reads this rank's part of parameters that lie in other memory now, and leaves them
         there."""
         for slot in self._slots:
             param, part = slot.param, slot.part

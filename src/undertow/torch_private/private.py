@@ -174,7 +174,7 @@ def interrupt(group: dist.ProcessGroup) -> None:
 
 
 def _backend_of_host(group: Any) -> Any:
-    """Returns what sends host memory for this group, or None."""
+    """Returns the backend that sends host memory for this group, or None."""
     with contextlib.suppress(RuntimeError):
         return group._get_backend(torch.device("cpu"))
     return None

@@ -125,7 +125,7 @@ def measurement_from_array(
         num_ranks=plan.num_ranks,
         groups=plan.groups,
         step_us=_rounded(synchronized_us + rest_us),
-        # Of this rank: what it computes per collective and per megabyte.
+        # This rank's processor time per collective and per megabyte.
         launch_us=_rounded(launch_us),
         copy_us_per_mb=_rounded(us_per_byte * 1e6),
         skew=round(min(float(np.median(skews)), _MOST_SKEW), _DIGITS_OF_SHARES),
