@@ -1,6 +1,7 @@
 """Runs one rank of the demo.
 
-Trains the same model in several variants, one step of each in turn, and measures all alike.
+Trains the same model in several variants, one step of each in turn, and measures all in the same
+way.
 """
 
 import contextlib
@@ -156,7 +157,7 @@ def _train_alone(run: "WayRun", batches: Tensor, progress: Progress, bar: TaskID
 
 
 def _batches(settings: DemoSettings) -> Tensor:
-    """Returns this rank's batches, [step, sequence, byte], alike for all variants.
+    """Returns this rank's batches, [step, sequence, byte], the same for all variants.
 
     From random places of the text.
     """

@@ -115,7 +115,7 @@ def _print_introduction(console: Console, settings: DemoSettings) -> None:
 
 
 def train(settings: DemoSettings) -> list[WayDone]:
-    """Trains in new processes, of which rank 0 shows the progress, and always ends them.
+    """Trains in new processes and always ends them; rank 0 shows the progress.
 
     Raises UndertowError if one fails or dies.
     """

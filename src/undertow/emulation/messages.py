@@ -93,7 +93,7 @@ class Receives:
         for _ in range(num_slices):
             start_s, due_s = self._link.way_in.reserve(ready_s=due_s, bytes_s=bytes_s / num_slices)
             starts_s.append(start_s)
-            sleep_until(due_s)  # meanwhile other senders reserve
+            sleep_until(due_s)  # other senders reserve at that time
         deliver = partial(
             self._link.deliver, work, kind="send", num_bytes=num_bytes, launched_s=posted_s
         )

@@ -212,7 +212,7 @@ class CurrentPlan:
         """True if a model that was made earlier on this rank is about to rebuild.
 
         Ranks wait in a rebuild, and one backward may reach the models in another order on another
-        rank. So the models of a rank rebuild in the order in which they were made.
+        rank. So the models of a rank rebuild in the order of their construction.
         """
         return self in self._leaving and any(
             each._number < self._number and each.group.name == self.group.name and is_running

@@ -240,7 +240,7 @@ class Engine:
         """
         ending = self.rounds.now
         if ending is None or ending.has_ended:
-            return  # a nested backward has reached the outermost end as well
+            return  # a nested backward has reached the outermost end too
         self.rounds.end_backward(ending)
         self.rounds.advance(ending)
         if private.graph_task_id() != -1:

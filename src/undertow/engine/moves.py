@@ -47,7 +47,7 @@ class Moves:
         self._vote: Vote | None = None  # on the plan in force, if it has just been made
 
     def adopt_plan(self) -> None:
-        """Called when a round begins: moves to the plan in rank 0's order once that has come, or
+        """Called when a round begins: moves to the plan in rank 0's order once that has arrived, or
         back from a plan that some rank cannot make.
 
         Shards take over the order before the optimizer steps.

@@ -1,4 +1,4 @@
-"""Facts that all ranks have alike: they compare them, and share the values of one rank.
+"""Facts that must be equal on all ranks: ranks compare them, or share the values of one rank.
 
 require_agreement                     settings, parameters and buffers: raises where ranks differ
 gather_json, gather_bytes             a full message of each rank
@@ -307,7 +307,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Splits tensors, by their indices, into chunks of one device; all ranks split alike.
+    """Splits tensors, by their indices, into chunks of one device, in the same way on all ranks.
 
     Wide dtypes come first in a chunk, so that every tensor begins at a multiple of its width.
     """

@@ -1,4 +1,4 @@
-"""The ways in which the messages of an exchange travel, each with the same methods.
+"""How the messages of an exchange travel: two carriers with the same methods.
 
 PostedMessages      sends and receives, all posted at once: for gloo
 BackendCollectives  all-to-all, all-gather and the backend's own sums: for all others

@@ -94,7 +94,7 @@ class Activity:
     # completed synchronizations; True if a step has begun since
     steps: Callable[[], tuple[int, bool]] = lambda: (0, True)
     module: Callable[[], nn.Module | None] = lambda: None  # a weak reference
-    # the training thread as far as known: this one until another trains
+    # the known training thread: this one until another trains
     thread: int = field(default_factory=threading.get_ident)
     # its name, and when it began; without a name if this rank does not wait
     wait: tuple[str, float] = "", 0.0

@@ -77,7 +77,7 @@ def connect_ring(meeting: Meeting) -> list[Connection]:
 def _neighbors(listener: socket.socket, here: Place, meeting: Meeting) -> dict[int, socket.socket]:
     """Returns the connections to the next rank and to the one before, by rank.
 
-    Returns none if another rank has failed meanwhile. Raises OSError if a neighbor is not connected
+    Returns none if another rank has failed by then. Raises OSError if a neighbor is not connected
     in time.
     """
     # Two ranks are neighbors on both sides, and one connection is enough.

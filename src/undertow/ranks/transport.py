@@ -332,7 +332,7 @@ class OwnGroup:
                     dist.destroy_process_group(group)
 
     def interrupt(self) -> None:
-        """Interrupts the clone and the user's groups over which it waits.
+        """Interrupts the clone and the user's groups that it waits over.
 
         Called from the thread that listens to other ranks.
         """

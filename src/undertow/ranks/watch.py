@@ -27,7 +27,7 @@ Receiving a message twice changes nothing.
     tells    a rank that calls `ask`, with its text           keeps it for its own `ask`
 
 If all ranks answer that they wait, the same rank asks again, `about` the collective calls that they
-have made. If each has made one that another one lacks, and no wait has ended meanwhile, the ranks
+have made. If each has made one that another one lacks, and no wait has ended in between, the ranks
 are in a deadlock, and it fails (`faults.are_in_deadlock`).
 
 Ranks send nothing unless one waits for long. A fault is latched before groups are interrupted, so

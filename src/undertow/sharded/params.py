@@ -138,7 +138,8 @@ class FlatParams:
         self._apart = self._slots  # parameters with separate memory
         self._pointers: list[int] = []  # of the parameters, at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
-        # Of the parameters' memory, for `private.are_shared`; `copy_out` shares it too.
+        # The addresses of the parameters' memory, for `private.are_shared`; `copy_out` shares it
+        # too.
         self.addresses: list[int] = []
         wide = accumulation_dtype(dtype)
         wire = wire_for(param_wire, str(dtype).removeprefix("torch."), dtype.itemsize)

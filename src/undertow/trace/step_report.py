@@ -51,7 +51,7 @@ class StepReport(Shown):
     """
 
     num_steps: int
-    # the recorded step from which on this plan was in use; None: all recorded steps ran under it
+    # the first recorded step under this plan; None: all recorded steps ran under it
     plan_since: int | None = None
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
     why_fixed: str = ""  # why no other plan is tried; empty if some are

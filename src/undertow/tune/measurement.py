@@ -7,8 +7,8 @@ in microseconds since the end of the previous synchronization, which ends on all
     | ready ... | launched ... | done ... | launched ... | done ...
     by param    reductions, by bucket     gathers, by bucket
 
-Each rank subtracts the time for which its forward waited for parameters from the times before and
-in backward, and not from when collectives begin and end.
+Each rank subtracts the time that its forward waited for parameters from the times before and in
+backward, but not from the begins and ends of collectives.
 
 A gradient is ready when the last rank has it. A collective begins when the last rank launches it,
 and ends when the last rank has its result: all are maxima. Values that a rank does not know are

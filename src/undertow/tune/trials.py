@@ -1,4 +1,4 @@
-"""The plans that training tries on real steps, and the rule by which one is kept.
+"""The plans that training tries on real steps, and the rule that keeps one.
 
 Nothing here predicts anything. A window of steps runs under the present plan, the next one under a
 candidate, and so on in turn. The candidate is taken if it was clearly faster.
