@@ -199,7 +199,8 @@ class LiveBucket:
         return frozenset() if bad is None else frozenset(bad.nonzero().flatten().tolist())
 
     def release(self) -> None:
-        """Frees the memory, except what other code holds. The bucket is used no more."""
+        """Frees the memory, except the parts that other code holds. The bucket is not used any
+        more."""
         memory = self.memory
         self._shared.reducer.group.hardware.keep(memory.flat)  # another stream may have made it
         memory.release()

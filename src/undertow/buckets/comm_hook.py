@@ -45,7 +45,7 @@ class HookedBucket:
     def gradients(self) -> list[Tensor]:
         """Returns a view of the buffer for each parameter, of its shape.
 
-        Views are contiguous, as in torch, whatever the strides of the parameter.
+        Views are contiguous, as in torch, for any strides of the parameter.
         """
         if self._buffer.is_sparse:
             return [self._buffer]

@@ -48,7 +48,7 @@ class FactCodec:
         places: The elements of each fact in the memory.
         rank: This rank's place in the group.
         names: The group's ranks as they are reported.
-        divisor: By which the sum over ranks was divided.
+        divisor: The sum over ranks was divided by it.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class FactCodec:
                 self.of(memory, name)[list(marked)] = 1
 
     def unlike(self, are_set: Sequence[bool]) -> tuple[str, ...]:
-        """Returns the digests that differ between ranks; `are_set` tells what is not zero."""
+        """Returns the digests that differ between ranks; `are_set` is True for each nonzero
+        element."""
         found: list[str] = []
         for name, place in self._places.items():
             if self._kinds[name] is FactKind.DIGEST and ranks_differ(are_set[place]):
@@ -109,7 +110,8 @@ class FactCodec:
         return tuple(found)
 
     def flags(self, are_set: Sequence[bool]) -> dict[str, tuple[int, ...]]:
-        """Returns the ranks or items with a flag, by fact; `are_set` tells what is not zero."""
+        """Returns the ranks or items with a flag, by fact; `are_set` is True for each nonzero
+        element."""
         found: dict[str, tuple[int, ...]] = {}
         for name, place in self._places.items():
             if self._kinds[name] is FactKind.RANK_FLAGS:
@@ -151,6 +153,6 @@ def majority(values: Iterable[_T]) -> _T:
 
 
 def differing(of_ranks: Mapping[int, Hashable]) -> list[int]:
-    """Returns the ranks that do not say what most ranks say."""
+    """Returns the ranks whose value differs from the most frequent one."""
     common = majority(of_ranks.values())
     return [rank for rank, said in of_ranks.items() if said != common]

@@ -119,7 +119,7 @@ class KnownGradients:
             }
 
     def is_written(self, position: int) -> bool:
-        """Returns True if `.grad` is another one, or was written, and is not zero."""
+        """Returns True if `.grad` was replaced or written, and is not zero."""
         grad = self._params[position].grad
         if grad is None:
             return False

@@ -57,7 +57,7 @@ class BucketMemory:
         """The gradients one after another, and gaps of zeros before some of them. [numel], without
         padding and trailer.
 
-        A view of the moment: one that is kept would count as other code's use of the memory.
+        A new view each time: a view that is kept would count as other code's use of the memory.
         """
         return self.flat[: self._starts[-1]]
 
@@ -81,7 +81,7 @@ class BucketMemory:
         self._num_uses = self._count_uses()
 
     def release(self) -> None:
-        """Frees the memory, except what other code holds. It is used no more."""
+        """Frees the memory, except the parts that other code holds. It is not used any more."""
         self.flat = self.trailer = torch.empty(0)
         self.views = []
         self._gaps = []
@@ -166,7 +166,7 @@ class BucketMemory:
         return kept
 
     def copy_in(self, later: list[Copy]) -> None:
-        """Copies what `pack` has left for later, maybe in another thread."""
+        """Copies the gradients that `pack` has left for later, maybe in another thread."""
         while later:
             start, grads, are_new = later.pop(0)
             self._copy(start, grads, are_new=are_new)

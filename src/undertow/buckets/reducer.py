@@ -85,7 +85,7 @@ class Reducer:
         parcel: Encoded | None = None,
     ) -> None:
         """Marks values to be sent in the trailer that are not finite, or would not be in the format
-        of `parcel`, if anybody asks."""
+        of `parcel`, unless nonfinite="ignore"."""
         if self.finite is None:
             return
         largest = torch.finfo(getattr(torch, spec.dtype)).max

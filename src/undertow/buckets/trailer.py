@@ -102,7 +102,7 @@ class TrailerCodec:
 
         None if every rank used the same parameters and none had anything to report.
         """
-        # A view of the moment: one that is kept would count as other code's use of the memory.
+        # A new view each time: a view that is kept would count as other code's use of the memory.
         told = self._memory[: self._sent.numel()]
         # They are equal in the usual case if the sum was divided.
         return None if torch.equal(told, self._sent) else self.parse(told, self._sent)

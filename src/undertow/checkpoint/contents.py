@@ -140,7 +140,7 @@ def contents_of_outer(outer: OuterSync) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def state_for_outer(folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `OuterSync.load_state_dict` takes."""
+    """Returns the state for `OuterSync.load_state_dict`."""
     file = files.open_tensors(folder / files.OUTER)
     state: dict[str, Any] = {**index["outer"], **{kind: {} for kind in _OF_OUTER}}
     for entry in [*file.keys()]:

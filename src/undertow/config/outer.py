@@ -32,8 +32,8 @@ class Outer:
         nesterov: True uses Nesterov momentum.
         fragments: Number of fragments; at most the number of layers. "auto" measures the first
             steps and the link.
-        delay: Steps of training that hide an exchange; 0 waits for it at once. A fragment loses
-            what its replica trains in them. "auto" measures, and takes a tenth of `every` at most.
+        delay: Steps of training that hide an exchange; 0 waits for it at once. A fragment loses the
+            training of its replica in them. "auto" measures, and takes a tenth of `every` at most.
         wire: The format of differences, as `SyncConfig.wire`; None: full width.
         mix: The share that a replica keeps of the parameters it has, from 0 to less than 1.
 

@@ -21,7 +21,7 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
     ),
     ("experts", "hybrid"): (
         ConfigError,
-        'experts do not go with strategy="hybrid".',
+        'experts do not work with strategy="hybrid".',
         'Use "ddp", "zero1" or "zero2".',
     ),
     ("experts", "join"): (
@@ -43,7 +43,7 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
     ),
     ("hook", "op"): (
         ConfigError,
-        "with a communication hook it is the hook that divides gradients.",
+        "a communication hook divides gradients itself.",
         "Leave op out, and let the hook divide.",
     ),
     ("hook", "shards"): (

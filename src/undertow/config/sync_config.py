@@ -53,7 +53,7 @@ class SyncConfig:
         plan: A plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is
             stored as text. It overrides `bucket_cap_mb`, `order` and `auto_tune`.
         auto_tune: True tries at most six other plans on real steps, after the tenth, and takes one
-            whose steps are faster by 2 % or more beyond doubt; then never again until parameters
+            whose steps are clearly faster, by 2 % or more; then never again until parameters
             change. It has no effect with shards, if `bucket_cap_mb` or `plan` is given, with
             `overlap=False`, a communication hook or `record="off"`, or under
             torch.use_deterministic_algorithms. There another plan would round differently with
@@ -77,7 +77,7 @@ class SyncConfig:
             halve the bytes of fp32; "int8" sends a byte for each element and an fp32 scale for
             each block of 512, a quarter, and rounds so that errors average out over steps. Ranks
             decode and add in fp32, in rank order, and send the mean in the same format: all ranks
-            hold equal bits, whatever the plan. "auto" tries full width, int8 for all buckets, and
+            hold equal bits, under every plan. "auto" tries full width, int8 for all buckets, and
             int8 for the last ones, and keeps the fastest; it keeps full width where `auto_tune` has
             no effect, except with `bucket_cap_mb`. None: as they are. For "hybrid" a pair is
             possible, within rows and across them: (None, "int8"). Sparse, complex and 16-bit
@@ -102,8 +102,7 @@ class SyncConfig:
         stall_timeout_s: Seconds of waiting after which the step fails, with StallTimeout on every
             rank. Infinity turns off either limit. Over gloo the step then fails with StallTimeout
             when the timeout of the process group ends, which also cuts a longer stall_timeout_s
-            short. If all ranks wait, for different calls, they do not wait that long: the step
-            fails soon after the report.
+            short. If all ranks wait for different calls, the step fails soon after the report.
         experts: Groups of parameters that are reduced over separate process groups, each an
             ExpertGroup, in the same order on every rank. Not with "hybrid".
         record: "summary" (times of the last 64 steps), "full" (of every step) or "off".

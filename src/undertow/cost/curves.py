@@ -59,7 +59,7 @@ class CostCurve:
         latency = first_time
         us_per_byte = last_time / last_size if last_size else 0.0
         if self.is_enough:
-            # If points do not lie on one line, the ones closer to the extrapolated end know more.
+            # If points do not lie on one line, the ones closer to the extrapolated end count more.
             ranks = range(1, len(self.points) + 1)
             latency = min(line_through(self.points, weights=ranks[::-1])[0], first_time)
             # Two points always lie on a line, which confirms nothing: three must be apart before a

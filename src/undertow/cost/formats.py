@@ -19,7 +19,7 @@ class Payload:
     num_bytes: int  # as they travel
     wire: str | None = None
     num_encoded: int = 0  # elements in the format; the others travel in full width
-    is_host: bool = True  # processors encode and decode it; what a stream takes is not counted
+    is_host: bool = True  # processors encode and decode it; the time of a stream is not counted
 
     @property
     def host_us(self) -> float:

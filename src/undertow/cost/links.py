@@ -17,7 +17,7 @@ TCP_PAYLOAD_SHARE = 0.956
 _ETHERNET_HOP_S = 100e-6
 _UNITS = {"m": 1e6, "g": 1e9, "t": 1e12, "us": 1e-6, "ms": 1e-3}  # bits per second, and seconds
 _OF_NVLINK = "latency of NCCL's tuning model, rounded"
-# Fitted to a whole all-reduce and what launches it: a wire alone has a fraction of that latency.
+# Fitted to a whole all-reduce with its launch: a wire alone has a fraction of that latency.
 _OF_NETWORKS = (
     "nodes of 4 V100s: ddl-benchmarks, rate of fused rows of BERT, latency fitted to "
     "rows of a message per tensor"

@@ -1,4 +1,5 @@
-"""Finds what was registered on a wrapper, or in the place of its module, since it was made."""
+"""Finds modules, parameters and buffers that were registered on a wrapper, or replaced its module,
+since it was made."""
 
 import torch
 from torch import nn

@@ -98,7 +98,7 @@ class ShadowHook(JoinHook):
         self.sync._whole.share(("parameters", "buffers"), source=source or 0)
 
     def rescale(self, num_active: int) -> None:
-        """Makes means run over `num_active` ranks, unless they are to be over all ranks."""
+        """Makes means run over `num_active` ranks, unless the user wants them over all ranks."""
         is_over_all = self._divides_by_initial_world_size
         self.sync._engine.progress.rescale = (
             1.0 if is_over_all else self.sync.num_ranks / max(1, num_active)

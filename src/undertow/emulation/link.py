@@ -11,7 +11,7 @@ A collective ends no earlier than the link allows: `max(link free, launch of the
 with the cost of a ring (`cost.collective_seconds`).
 
 The link is full duplex. A message occupies its sender's way out and then its receiver's way in, for
-`bytes / bandwidth` each. It comes in while it goes out: gloo sends all of it when the way out is
+`bytes / bandwidth` each. It arrives while it is sent: gloo sends all of it when the way out is
 free. So an early rank does not fill the way in of a late one. Senders share a way in, as with TCP:
 a short message does not wait for a long one of another sender. A receive ends no earlier than
 `max(way in free, message here) + bytes / bandwidth + latency`; the latency occupies no way. A link
@@ -27,7 +27,7 @@ shaped by a token bucket lets some bytes pass at once after a rest (`Way`).
 Messages of one sender occupy a way in one after another; the latency of one does not delay the
 next. Collectives occupy the way in only.
 
-The link leaves out what a real one takes from processors: the kernel's copies and interrupts, and
+The link leaves out the processor time of a real one: the kernel's copies and interrupts, and
 threads of gloo that compete with computation while bytes flow. Here they sleep. So it shows how a
 step overlaps, but not how long it takes on a real network: figures are measured over links that tc
 shapes (`python -m benchmarks.shaped`).

@@ -50,8 +50,8 @@ class Sends:
 class Receives:
     """The receives of one group: each ends when the link would have carried its message.
 
-    Receives from one sender end in the order they were posted, whatever their tags. Senders do not
-    wait for each other, because one may be late, or send only after it has heard from another.
+    Receives from one sender end in the order they were posted, with any tags. Senders do not wait
+    for each other, because one may be late, or send only after it has heard from another.
     """
 
     def __init__(self, link: EmulatedLink, *, rank: int) -> None:
@@ -93,7 +93,7 @@ class Receives:
         for _ in range(num_slices):
             start_s, due_s = self._link.way_in.reserve(ready_s=due_s, bytes_s=bytes_s / num_slices)
             starts_s.append(start_s)
-            sleep_until(due_s)  # meanwhile other senders reserve
+            sleep_until(due_s)  # other senders reserve at that time
         deliver = partial(
             self._link.deliver, work, kind="send", num_bytes=num_bytes, launched_s=posted_s
         )

@@ -50,7 +50,7 @@ class Finding:
     """Gradients that are not finite; the same on every rank."""
 
     params: tuple[str, ...]  # in the order of the model
-    ranks: tuple[int, ...]  # none where only the sum is known
+    ranks: tuple[int, ...]  # empty if only the sum is known
     where: str
 
     @property
@@ -109,7 +109,7 @@ class NonFinite:
         Earlier findings count as long as they are part of the sum.
         """
         if ended.found.keeps_earlier and self._finding is not None and not self._is_judged:
-            # what was found first comes back from every rank, with the mean of the earlier
+            # the first finding comes back from every rank, with the mean of the earlier
             # synchronization
             return
         if ended.found.nonfinite and not ended.has_failed:
@@ -268,9 +268,8 @@ class Loads:
 
 
 def has_bits(param: Tensor) -> bool:
-    """Returns True except for parameters that are more, or less, than their elements.
-
-    Quantized ones, ones to be made.
+    """Returns False for parameters that are more, or less, than their elements: quantized and
+    uninitialized ones.
     """
     is_dense = param.layout is torch.strided and not param.is_meta
     return type(param) is nn.Parameter and is_dense

@@ -128,7 +128,7 @@ class CompiledPlan:
     def run(self, kind: OpKind, act: Callable[[LiveBucket], object], bucket: LiveBucket) -> None:
         """Calls `act(bucket)`, which is an op of this kind: it packs, sends, binds or gathers.
 
-        Tests may watch ops, and torch's profiler shows them. If one fails, every rank is told:
+        Tests can watch ops, and torch's profiler shows them. If an op fails, all ranks learn of it:
         others wait for its message, unless it only binds.
         """
         try:
@@ -193,11 +193,9 @@ class CompiledPlan:
                 exchanges.release()
 
     def let_go(self) -> None:
-        """Frees the buckets. The next plan's buckets then take no pages that are new to the
-        process.
-
-        If memory is too small for them, this plan is gone too, and training ends.
+        """Frees the buckets. The next plan's buckets then reuse the pages of the process. If memory
+        is too small for them, this plan is gone too, and training ends.
         """
-        made = self.__dict__.get("buckets", ())  # none if their memory could not be had
+        made = self.__dict__.get("buckets", ())  # empty if there was no memory for them
         for bucket in made:
             bucket.release()

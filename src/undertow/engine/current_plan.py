@@ -72,7 +72,7 @@ class CurrentPlan:
     `is_active` if there are rounds.
 
     A look at the module finds a change. It is a value: nothing follows it before all ranks
-    `rebuild`, and the next look may find another one or none, as when
+    `rebuild`, and the next look may find another one or none, for example when
     torch.func.functional_call puts other parameters into the module for one call. Until then hooks
     tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
     """
@@ -212,7 +212,7 @@ class CurrentPlan:
         """True if a model that was made earlier on this rank is about to rebuild.
 
         Ranks wait in a rebuild, and one backward may reach the models in another order on another
-        rank. So the models of a rank rebuild in the order in which they were made.
+        rank. So the models of a rank rebuild in the order of their construction.
         """
         return self in self._leaving and any(
             each._number < self._number and each.group.name == self.group.name and is_running
@@ -225,7 +225,7 @@ class CurrentPlan:
         return list(dict.fromkeys((*self.hooks.params, *(param for _, param in changed))))
 
     def prepare_to_leave(self) -> None:
-        """Called before ranks leave the plan in force: `.grad` holds all that it has brought.
+        """Called before ranks leave the plan in force: `.grad` holds all its results.
 
         Raises ConfigError if another engine watches a parameter of the change, because gradients
         must be averaged once, and PhaseError if ranks have shards of gradients.
@@ -274,8 +274,8 @@ class CurrentPlan:
             )
 
     def note_written(self) -> None:
-        """Counts gradients that something other than autograd has written into `.grad`, which
-        another plan cannot tell."""
+        """Counts gradients that other code than autograd has written into `.grad`, which another
+        plan cannot detect."""
         if self.is_active:
             self.hooks.arrived_before |= self.compiled.written(range(len(self.compiled.params)))
 

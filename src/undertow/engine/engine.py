@@ -38,8 +38,8 @@ class Engine:
         first gradient ──> begin_round ──> hooks fill buckets ──> the outermost backward ends:
         _backward_ends sends ──> _wait_after_others waits, and binds `.grad`
 
-    `Rounds` has what one does. With several engines in one backward, every engine sends before any
-    of them waits.
+    `Rounds` has the work of a round. With several engines in one backward, every engine sends
+    before any of them waits.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Engine:
 
     @property
     def synchronizes(self) -> bool:
-        """True if a backward that runs now communicates, as one that only accumulates does if it
+        """True if a backward that runs now communicates; one that only accumulates does so if it
         adds up shards."""
         adds_up_shards = self.current_plan.compiled.strategy.reduces_micro_batches
         return not self.is_accumulating or adds_up_shards
@@ -127,7 +127,7 @@ class Engine:
     def meets(self) -> bool:
         """True if the other ranks are needed.
 
-        A rank that trains nothing is needed for what its siblings train.
+        A rank that trains nothing is needed for the parameters of its siblings.
         """
         return self.current_plan.trains or (
             self.current_plan.is_active and self.siblings.are_several
@@ -240,7 +240,7 @@ class Engine:
         """
         ending = self.rounds.now
         if ending is None or ending.has_ended:
-            return  # a nested backward has reached the outermost end as well
+            return  # a nested backward has reached the outermost end too
         self.rounds.end_backward(ending)
         self.rounds.advance(ending)
         if private.graph_task_id() != -1:
@@ -400,7 +400,7 @@ class SiblingEngines:
     def finish_owed(self) -> None:
         """Called after one engine has run a round outside of backward.
 
-        The others run theirs, for which other ranks wait too.
+        The others run their rounds, because other ranks wait for them too.
         """
         all_of(*(engine.finish_owed for engine in self._present()))
 

@@ -55,8 +55,7 @@ class GradientFactor:
         """Applies to the gradients of these parameters only, frozen ones included: they may be
         unfrozen for a backward.
 
-        Gradients of parameters that are new since the last call arrived before anybody followed
-        them.
+        If a parameter is new since the last call, its gradient arrived before it was followed.
         """
         before = self._params
         self._params = dict.fromkeys(filter(private.may_train, params))
@@ -152,7 +151,7 @@ class ParamHooks:
                 self.outside[key] = param
 
     def has_thawed(self) -> bool:
-        """Returns True if one of the watched parameters is trained now, and no engine waits for its
+        """Returns True if a watched parameter is trained now and no engine waits for its
         gradient."""
         params = [param for param, _ in self.watched.values()]
         # Runs in every round, hence a loop in C; most models have no frozen parameters.

@@ -26,7 +26,7 @@ _log = logging.getLogger("undertow")
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Whether every rank has the memory of a plan that is new, on its way."""
+    """The vote on a new plan, on its way: if every rank has memory for it."""
 
     before: Plan  # all return to it if one has not
     failed: Tensor  # [1] int64: a rank that has not, or -1
@@ -47,7 +47,7 @@ class Moves:
         self._vote: Vote | None = None  # on the plan in force, if it has just been made
 
     def adopt_plan(self) -> None:
-        """Called when a round begins: moves to the plan in rank 0's order once that has come, or
+        """Called when a round begins: moves to the plan in rank 0's order once that has arrived, or
         back from a plan that some rank cannot make.
 
         Shards take over the order before the optimizer steps.
@@ -79,7 +79,7 @@ class Moves:
             current_plan.move(plan)
 
     def _try(self, plan: Plan) -> None:
-        """Moves to a plan that is new, and tells the other ranks if its memory can be had here."""
+        """Moves to a new plan, and tells the other ranks if this rank has memory for it."""
         current_plan, group = self._current_plan, self._current_plan.group
         before = current_plan.compiled.plan
         failed = -1
@@ -94,8 +94,8 @@ class Moves:
         self._vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
 
     def _end_vote(self) -> None:
-        """Waits until all ranks have told if they have the plan, if they are asked; if one has not,
-        all return to the plan before."""
+        """Waits for the vote on a new plan, if there is one; if a rank does not have it, all return
+        to the plan before."""
         vote, self._vote = self._vote, None
         if vote is None:
             return
@@ -106,7 +106,7 @@ class Moves:
             tuning = current_plan.hooks.tuning
             assert tuning is not None  # it has asked for the plan
             tuning.cannot_try(current_plan.group.names[rank])
-            # else this rank could not make the plan itself
+            # otherwise this rank could not make the plan itself
             if current_plan.compiled.plan is not vote.before:
                 current_plan.note_written()
                 current_plan.move(vote.before)

@@ -91,7 +91,7 @@ def _require_same_values(plans: CurrentPlan, told: Round) -> None:
                 name,
                 by_rank,
                 where=f"it was added or unfrozen, synchronization {told.terms.number}",
-                remedy="Initialize it alike on every rank, as by the same seed; or call "
+                remedy="Initialize it with the same seed on every rank; or call "
                 "broadcast_parameters() after adding it and before the forward. Drop the gradients "
                 "of this step by zero_grad().",
             )

@@ -100,7 +100,7 @@ class Round:
         start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] `conclude`
         buckets leave as they fill, in the order of the plan, so that all ranks send alike
 
-    It is there from its first gradient on, and starts at once, or after a rebuild when its backward
+    It exists from its first gradient on. It starts at once, or after a rebuild when its backward
     has ended. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait for
     other ranks, and returns the next stage, or None. The last one calls `conclude`, a method of
     `Rounds`.

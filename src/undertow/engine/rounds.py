@@ -1,4 +1,4 @@
-"""The rounds of one engine: how each begins, goes on stage after stage, and ends.
+"""The rounds of one engine: how each begins, runs stage after stage, and ends.
 
 Reasons: docs/design/backward.md.
 """
@@ -29,7 +29,7 @@ class Rounds:
                   └─ if the plan changes: tell of it ──> rebuild ──> send ──> ...
 
     `advance` runs the next stage, and `finish` all that are left. `Round` explains stages. `end`
-    tells the end of the backward that a round belongs to.
+    detects the end of the backward that a round belongs to.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class Rounds:
         return partial(self._rebuild, ending, told)
 
     def _rebuild(self, ending: Round, told: Round) -> Stage:
-        """Leaves the plan in force with all ranks. This counts as a synchronization, also if the
-        ranks have not changed alike: one that has not changed at all has run one."""
+        """Leaves the plan in force with all ranks. This counts as a synchronization, even if the
+        ranks have changed differently: a rank without a change has run one."""
         progress = self._progress
         try:
             rebuild(self._current_plan, told)
@@ -199,7 +199,7 @@ class Rounds:
         """Runs the next stage; an error ends the round."""
         try:
             stage, ending.stage = ending.stage, None
-            if stage is not None:  # else a signal handler has run it
+            if stage is not None:  # otherwise a signal handler has run it
                 ending.stage = stage()
                 if ending.stage is None:
                     self._close()

@@ -73,13 +73,13 @@ def _first_name(optimizer: Optimizer, params: Sequence[Tensor], names: Mapping[i
 
 
 def digest_of(settings: Settings) -> int:
-    """Returns a number that is the same in all processes, in whatever order optimizers have
-    stepped."""
+    """Returns a number that is the same in all processes, in any order of the optimizers' steps."""
     return sum(zlib.crc32(repr((each.label, each.values)).encode()) for each in settings)
 
 
 def text_of(settings: Settings) -> str:
-    """Returns a line for each setting, whatever the order of the optimizers' steps."""
+    """Returns a line for each setting, in an order that does not depend on the optimizers'
+    steps."""
     return "\n".join(sorted(chain.from_iterable(each.lines() for each in settings)))
 
 

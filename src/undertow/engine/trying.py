@@ -104,7 +104,7 @@ class Trying:
         """Called at the end of a sound round under `plan`, after so many training forwards.
 
         Returns the plan of the next window in the round after the last one of a window, when the
-        times of all ranks have come.
+        times of all ranks have arrived.
         """
         if self.trials is None:
             self.trials = self._make_trials(plan)
@@ -146,7 +146,7 @@ class Trying:
             self._leave()
 
     def told(self) -> str:
-        """Returns in words how far trials have come."""
+        """Returns the progress of the trials in words."""
         if self.trials is None:
             return "sizes follow from the size of the model; others will be tried"
         num_tried = len(self.trials.done)
@@ -172,8 +172,8 @@ class Trying:
         return () if self.trials is None else self.trials.texts()
 
     def close(self) -> None:
-        """Ends it. Counts a drop if a trial is under way; trials that have come to their own end
-        leave nothing to count."""
+        """Ends the trials. Counts a drop if a trial is under way, and not if the trials have ended
+        already."""
         if self.is_under_way:
             self.num_drops += 1
         elif not self.stopped:

@@ -64,7 +64,7 @@ class Tuning:
 
     @property
     def is_over(self) -> bool:
-        """True if no round's end has anything to do."""
+        """True if the end of a round has nothing to do."""
         return (
             self._seen is None
             and (self.measuring is None or self.measuring.is_over)

@@ -60,7 +60,7 @@ class _Owned:
     def use_loaded(self) -> None:
         """Called in a step: updates in place begin with the loaded exact values.
 
-        Loaded values that wait for others of the parameter are void: somebody has written it.
+        Loaded values that wait for other values of the parameter are void: it was written since.
         """
         self.waiting = None
         if self.loaded is not None:
@@ -122,7 +122,8 @@ class InnerOptimizer:
                 inner_groups[place] = {**hyper_parameters(group), "params": targets}
         self._places = list(inner_groups)
         self._elsewhere = [param for param, part in self.parts.items() if part.numel == 0]
-        # Without a part none steps, and the constructor of the user's class may look at parameters.
+        # Without a part it does not step, and the constructor of the user's class may look at
+        # parameters.
         found = list(inner_groups.values())
         self.optimizer = make(found) if found else torch.optim.SGD([{"params": []}])
 

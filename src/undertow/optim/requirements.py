@@ -58,7 +58,7 @@ def require_params_of_the_model(optimizer: torch.optim.Optimizer, sync: Gradient
 def require_replacements(optimizer: torch.optim.Optimizer, sync: GradientSync) -> None:
     """Raises PhaseError if members of the groups have left the model, and others are in none.
 
-    So it is after a layer was replaced, and after `load_state_dict(assign=True)`.
+    This happens after a layer was replaced, and after `load_state_dict(assign=True)`.
     """
     own = set(map(id, params_of(optimizer)))
     named_params = sync.named_parameters()

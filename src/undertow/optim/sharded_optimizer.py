@@ -425,8 +425,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def _kept(self, states: Mapping[Tensor, ParamState]) -> dict[Tensor, ParamState]:
         """Returns the states to save, the same ones on every rank.
 
-        Not the exact values of a parameter that has never stepped: a plain optimizer would take
-        them for a state.
+        Leaves out the exact values of a parameter that has never stepped: a plain optimizer would
+        take them for a state.
         """
         return {
             param: state

@@ -9,7 +9,7 @@ exchanges    reduce-scatter, all-reduce and all-gather of parts, added in rank o
 carriers     how the messages of an exchange travel: as sends and receives, or by collectives
 parcels      what the messages contain: a part in full width, or in a format
 dither       offsets before values are rounded
-agreement    facts that all ranks have alike, compared while all wait
+agreement    facts that must be equal on all ranks, compared while all wait
 
 If a rank does not answer:
 

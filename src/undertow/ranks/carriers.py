@@ -1,4 +1,4 @@
-"""The ways in which the messages of an exchange travel, each with the same methods.
+"""How the messages of an exchange travel: two carriers with the same methods.
 
 PostedMessages      sends and receives, all posted at once: for gloo
 BackendCollectives  all-to-all, all-gather and the backend's own sums: for all others
@@ -63,9 +63,10 @@ class PostedMessages:
     """Sends and receives. Two threads of the host post and complete them, each in order.
 
     The thread that posts waits for no message over this group. Ranks may start gathers in different
-    orders, as when they step two optimizers, and would wait for each other in a circle. The thread
-    that trains does not post, because it would wait for copies into the bucket, for encoding, and
-    for gloo's send. That copies into the socket, or blocks while gloo reads from that peer.
+    orders, for example when they step two optimizers, and would wait for each other in a circle.
+    The thread that trains does not post, because it would wait for copies into the bucket, for
+    encoding, and for gloo's send. That copies into the socket, or blocks while gloo reads from that
+    peer.
     """
 
     reads_trailers = True  # an exchange may read its trailer before it sends the rest

@@ -68,8 +68,8 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much as the kernel takes. A connection that is gone takes nothing; reading tells
-        that.
+        """Sends as much as the kernel takes. A connection that is gone takes nothing; reading
+        detects it.
 
         Another caller may be sending, perhaps further up in this thread, because freeing a group in
         the middle of a send calls this again: that one sends this message too, or the guard's next

@@ -36,7 +36,7 @@ class Rounding(IntEnum):
     MEAN = 2  # of a part's mean, by its owner: the same on every rank, for any owner
 
 
-# By which the offsets of each stage turn when a synchronization repeats: `_UNIT` divided by powers
+# The offsets of each stage turn by these when a synchronization repeats: `_UNIT` divided by powers
 # of the root of x^4 = x + 1. Together they cover all combinations evenly.
 _TURNS = (13743435, 11258243, 9222445)
 

@@ -1,9 +1,9 @@
 """Exchanges of parts: reduce-scatter, all-gather and an ordered all-reduce.
 
 Each rank decodes the messages for its part and adds them itself, in rank order, and in fp32 if the
-gradients are narrower. The result has the same bits whatever bucket a gradient is sent in. A
-carrier sends the messages: over gloo by sends and receives, because its reduce-scatter sends as
-much as an all-reduce, and its single all-gather does not fill a link.
+gradients are narrower. The bits of the result do not depend on the bucket that a gradient is sent
+in. A carrier sends the messages: over gloo by sends and receives, because its reduce-scatter sends
+as much as an all-reduce, and its single all-gather does not fill a link.
 
 Each exchange is a chain of stages, in the order of the text: a stage returns a `Wait` for messages,
 with the next stage.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from undertow.ranks.threads import Worker
 
-Work: TypeAlias = Any  # a dist.Work, to which torch's signatures add None, or the like
+Work: TypeAlias = Any  # a dist.Work (torch's signatures add None), or a similar object
 Task = Callable[[], Any]
 
 _wait = methodcaller("wait")
@@ -31,8 +31,8 @@ class Handle:
     wait, and holds the inputs of the works. A backend releases them as soon as any stream, such as
     a clock's, waits for a work; a stream that has not waited could then overwrite the memory.
 
-    Later waits do nothing, so a message is there for the stream of the first wait. With `record`, a
-    device's, every stream that waits follows it: a handle that user code has may need that.
+    Later waits do nothing, so a message has arrived only for the stream of the first wait. With
+    `record`, of a device, every stream that waits follows it, as a handle of user code may need.
     """
 
     def __init__(

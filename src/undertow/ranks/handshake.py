@@ -10,12 +10,12 @@ Every rank then does two things at once, so that ranks cannot wait for each othe
 Then it meets the others again: if one of them was not reached, all give up. The listening socket
 lives for the handshake only.
 
-Outsiders can reach the port too, as many as like, and can send slowly, or nothing. They hold up no
+Any number of outsiders can reach the port too, and can send slowly, or nothing. They hold up no
 rank, because all connections are served together:
 
 - each has `PROOF_S` for its whole token, however its bytes arrive;
 - if too many wait for their token, a new one replaces the oldest;
-- nothing that an outsider sends is parsed, and only the whole token is compared.
+- bytes of an outsider are never parsed, and only the whole token is compared.
 
 Reasons: docs/design/lost-ranks.md.
 """
@@ -77,7 +77,7 @@ def connect_ring(meeting: Meeting) -> list[Connection]:
 def _neighbors(listener: socket.socket, here: Place, meeting: Meeting) -> dict[int, socket.socket]:
     """Returns the connections to the next rank and to the one before, by rank.
 
-    Returns none if another rank has failed meanwhile. Raises OSError if a neighbor is not connected
+    Returns none if another rank has failed by then. Raises OSError if a neighbor is not connected
     in time.
     """
     # Two ranks are neighbors on both sides, and one connection is enough.

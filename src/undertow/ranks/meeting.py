@@ -29,9 +29,9 @@ from undertow.torch_private import private
 def meeting_of(
     ranks: tuple[int, ...], rank: int, limits: SyncConfig, watch: NullWatch, within_s: float
 ) -> Iterator[Meeting]:
-    """Context for a meeting of these ranks, each of which counts its own.
+    """Context for a meeting of these ranks; each rank counts its meetings.
 
-    Raises what `watch` knows of a rank that is gone, or StallTimeout.
+    Raises the error that `watch` has for a rank that is gone, or StallTimeout.
     """
     try:
         store = private.default_store()

@@ -53,8 +53,8 @@ class Worker:
 
     The process waits for its tasks at exit, unless a rank of them is lost.
 
-    A gloo send that is partly in the socket never returns after its connection breaks, whatever is
-    tried. The executors of the standard library would wait for it forever.
+    A gloo send that is partly in the socket never returns after its connection breaks. Nothing ends
+    it. The executors of the standard library would wait for it forever.
     """
 
     def __init__(self, name: str, *groups: Group) -> None:

@@ -9,15 +9,15 @@
 When a process ends for any reason, the kernel closes its connections, over every backend: a
 connection that ends is a lost rank, unless the rank has said before that it leaves.
 
-The ring is a ring because a rank then has two connections, of however many ranks; no rank is
-special, so that any may be lost; and one cut link or one rank lost leaves the others connected. Two
-lost ranks cut it in parts, and each part has a neighbor of a lost rank. News needs half a round: of
-1,000 ranks, 500 hops of a fraction of a millisecond.
+A ring gives each rank two connections, for any number of ranks. No rank is special, so any rank can
+be lost. One cut link or one lost rank leaves the others connected. Two lost ranks cut the ring in
+parts, and each part has a neighbor of a lost rank. A message travels half a round: with 1,000
+ranks, 500 hops of a fraction of a millisecond.
 
 A message is a JSON object with its `kind`, the rank that says it (`from`), and, if it is about one
 model, the `number` of the model. It goes both ways round, up to the rank that has said it. A rank
-forwards a message to its other neighbor before it acts on it, because the message may end it. To
-hear one twice changes nothing.
+forwards a message to its other neighbor before it acts on it, because the message may end it.
+Receiving a message twice changes nothing.
 
     kind     from whom, when                                  a rank that receives it
     fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
@@ -27,7 +27,7 @@ hear one twice changes nothing.
     tells    a rank that calls `ask`, with its text           keeps it for its own `ask`
 
 If all ranks answer that they wait, the same rank asks again, `about` the collective calls that they
-have made. If each has made one that another one lacks, and no wait has ended meanwhile, the ranks
+have made. If each has made one that another one lacks, and no wait has ended in between, the ranks
 are in a deadlock, and it fails (`faults.are_in_deadlock`).
 
 Ranks send nothing unless one waits for long. A fault is latched before groups are interrupted, so
@@ -113,9 +113,8 @@ class NullWatch:
         """Raises if a rank is gone or has failed."""
 
     def fail(self, reason: Fault | BaseException) -> None:
-        """Makes all ranks give up.
-
-        By a fault, or by an error of this rank, whose reason is raised if that is known.
+        """Makes all ranks give up, because of a fault or an error of this rank. Raises the reason
+        of the error if it is known.
         """
 
     def ask(self, text: str) -> dict[int, str]:

@@ -42,7 +42,7 @@ class BucketArrivals:
         self.index = index
         self.params = params
         self.seen: list[object] = []  # parameters, in the order of their arrivals
-        self.counts_from = 0  # number of arrivals from which on each of them is counted
+        self.counts_from = 0  # arrivals from this number on are counted one by one
         self.known = Counter[int]()  # how often each has arrived, by id, as of the last count
         self.num_known = 0  # arrivals that are counted
         self.num_awaited = 0  # arrivals that it waits for, with expected repeats
@@ -158,7 +158,7 @@ class Arrivals:
                 bucket.num_awaited += sum(map(repeats.__getitem__, bucket.params))
 
     def forget_backward(self) -> None:
-        """Makes the next arrival call `on_backward`, whatever its backward."""
+        """Makes the next arrival call `on_backward`, in any backward."""
         self._last_backward = _NO_BACKWARD
         for bucket in self.buckets:
             bucket.counts_from = 0

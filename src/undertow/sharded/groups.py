@@ -52,7 +52,7 @@ class ShardGroups:
         num_shards, rank = self.shard.group.num_ranks, self.shard.group.rank
         parts = spec.parts(num_shards, num_ranks=self.num_ranks)
         inside, across = (None, None) if spec.wire is None else self._wires
-        # `wire="auto"` names none: the plan has it.
+        # `wire="auto"` does not name a format: the plan has it.
         if inside is None and across is None:
             inside = across = spec.wire
         dtype, is_host = getattr(torch, spec.dtype), self.shard.group.hardware.is_host

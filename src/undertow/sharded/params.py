@@ -138,7 +138,8 @@ class FlatParams:
         self._apart = self._slots  # parameters with separate memory
         self._pointers: list[int] = []  # of the parameters, at the last look
         self._storages: list[torch.UntypedStorage] = []  # held, so that their addresses stay valid
-        # Of the parameters' memory, for `private.are_shared`; `copy_out` shares it too.
+        # The addresses of the parameters' memory, for `private.are_shared`; `copy_out` shares it
+        # too.
         self.addresses: list[int] = []
         wide = accumulation_dtype(dtype)
         wire = wire_for(param_wire, str(dtype).removeprefix("torch."), dtype.itemsize)
@@ -172,7 +173,7 @@ class FlatParams:
 
     @torch.no_grad()
     def read_moved(self) -> None:
-        """Reads this rank's part of parameters that lie in other memory by now, and leaves them
+        """Reads this rank's part of parameters that lie in other memory now, and leaves them
         there."""
         for slot in self._slots:
             param, part = slot.param, slot.part

@@ -61,7 +61,7 @@ class GradientPlaceholder(Tensor):
         """
         return self
 
-    # Without these, torch would speak of subclasses, or of what cannot be pickled.
+    # Without these, torch's errors would be about subclasses, or about pickling.
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise _refused("numpy()", (self,))

@@ -56,7 +56,7 @@ class ShardedSteps(StepListener):
     collective call.
 
     Updated parameters are gathered during the next forward, or at once if the settings ask for no
-    overlap. Raises ConfigError if the settings do not go with shards.
+    overlap. Raises ConfigError if the settings do not work with shards.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class StepReport(Shown):
     """
 
     num_steps: int
-    # the recorded step from which on this plan was in use; None: all recorded steps ran under it
+    # the first recorded step under this plan; None: all recorded steps ran under it
     plan_since: int | None = None
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
     why_fixed: str = ""  # why no other plan is tried; empty if some are
@@ -211,9 +211,8 @@ _VERDICTS = {
     "good": 0.10,
     "poor": math.inf,
 }  # by the exposed share of the step, at most
-# Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more, so a
-# shorter wait may be its work: none of the causes below would explain it, and no plan would shorten
-# it.
+# Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more. A
+# shorter wait may come from that: no cause below would explain it, and no plan would shorten it.
 _LEAST_MS = 1.0
 # Of the exposed time: a cause that explains this share is the one to look at. More than a tenth of
 # a poor step is exposed, so the cause is worth more than a twentieth of the step.

@@ -35,7 +35,7 @@ def summarize(
 
     Args:
         records: Steps of one rank.
-        plan: The plan under which they ran.
+        plan: The plan that they ran under.
         rank: The rank that made the records.
         num_skipped: Optimizer steps skipped by nonfinite="skip".
         is_one_graph: True if the model is compiled as a whole.

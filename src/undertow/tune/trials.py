@@ -1,4 +1,4 @@
-"""The plans that training tries on real steps, and the rule by which one is kept.
+"""The plans that training tries on real steps, and the rule that keeps one.
 
 Nothing here predicts anything. A window of steps runs under the present plan, the next one under a
 candidate, and so on in turn. The candidate is taken if it was clearly faster.
@@ -100,7 +100,7 @@ class Trial:
 class Trials:
     """The trials of one set of parameters, one after the other.
 
-    Every rank is told the same times, so every rank goes the same way.
+    Every rank gets the same times, so all take the same plan.
 
     Args:
         present: The plan in force. A candidate that is taken replaces it.
@@ -154,7 +154,7 @@ class Trials:
     def window_ends(self, time_ms: float) -> None:
         """Called after a window under `plan` with the median of its steps."""
         trial = self._now
-        assert trial is not None  # else no window is measured
+        assert trial is not None  # otherwise no window is measured
         times = trial.candidate_ms if trial.is_next else trial.present_ms
         times.append(time_ms)
         trial.verdict = verdict(trial.present_ms, trial.candidate_ms)
