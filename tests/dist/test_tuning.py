@@ -353,4 +353,4 @@ def test_gradients_are_right_if_a_rank_has_no_memory_for_the_next_plan(refusing_
         require_equal(parameters(ddp), parameters(twin))
         (failure,) = ddp.report().not_tried
         assert failure.endswith(f": rank {refusing_rank} could not make its buckets")
-        assert f"the present one stayed: {failure}" in " ".join(printed(ddp.report(), width=200).split())
+        assert f"the present plan stayed: {failure}" in " ".join(printed(ddp.report(), width=200).split())

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.measuring import Present
 from undertow.engine.tuning import order_of
 from undertow.errors import PhaseError
 from undertow.plan import Plan, first_plan, plan_in_order
@@ -44,6 +45,7 @@ class Moves:
 
     def __init__(self, current_plan: CurrentPlan) -> None:
         self._current_plan = current_plan
+        self.left: Present | None = None  # the plan before the last move at the end of a round
         self._vote: Vote | None = None  # on the plan in force, if it has just been made
 
     def adopt_plan(self) -> None:
@@ -72,7 +74,10 @@ class Moves:
         tuning = current_plan.hooks.tuning
         if tuning is None or tuning.is_over:
             return
-        plan = tuning.round_ends(current_plan.compiled.present, num_forwards=num_forwards)
+        present = current_plan.compiled.present
+        plan = tuning.round_ends(present, num_forwards=num_forwards)
+        if plan is not None:
+            self.left = present
         if plan is not None and tuning.is_new:
             self._try(plan)
         elif plan is not None:

@@ -159,11 +159,11 @@ class Exchanges:
         carrier, rank = self.carrier, self.group.rank
         messages = parcel.messages(values, carrier.take)
         sizes = [message.numel() for message in messages]
-        # A peer returns the mean of a part only after it has received the part, so its memory is
-        # free by then.
-        means = carrier.expect(sizes, messages[0].dtype, tag + 1, into=messages)
         flags = None if trailer is None else carrier.start_sum(trailer, tag + 2)
         summands = carrier.exchange(messages, tag)
+        # After these, because an emulated link receives in order. A peer returns the mean of a part
+        # only after it has received the part, so its memory is free by then.
+        means = carrier.expect(sizes, messages[0].dtype, tag + 1, into=messages)
 
         def add_up() -> Wait:
             total = carrier.take(len(parcel.parts[rank]), accumulation_dtype(into.dtype))

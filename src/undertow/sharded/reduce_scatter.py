@@ -36,6 +36,7 @@ class ReduceScatter(BucketTransfer):
         groups: ShardGroups,
     ) -> None:
         self._parcels = inside, across = groups.parcels_of(spec)
+        self._across = across  # with the offsets of the synchronization under way
         super().__init__(
             wire_bytes=groups.wire_bytes(spec, inside, across),
             encoded=[parcel for parcel in self._parcels if isinstance(parcel, Encoded)],
@@ -46,7 +47,9 @@ class ReduceScatter(BucketTransfer):
     def start(self, trailer: TrailerCodec, turn: Turn) -> None:
         gradients, reducer, spec = self._gradients, self._reducer, self._spec
         memory, copies = gradients.memory, gradients.copies
+        # Both now: the reduce-scatter waits for the offsets, and so does what follows it.
         inside, across = self._groups.dithered(self._parcels, turn, device=memory.flat.device)
+        self._across = across
         # If only rows exchange in a format, values count as if they did within rows.
         encoded = inside if isinstance(inside, Encoded) else across
 
@@ -66,8 +69,7 @@ class ReduceScatter(BucketTransfer):
 
     def start_across(self, turn: Turn) -> None:
         gradients, replicate = self._gradients, self._groups.replicate
-        memory = gradients.memory
-        _, across = self._groups.dithered(self._parcels, turn, device=memory.flat.device)
+        memory, across = gradients.memory, self._across
         # the schedule of a strategy with two axes
         assert replicate is not None
         assert across is not None

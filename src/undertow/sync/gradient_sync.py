@@ -30,7 +30,7 @@ from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_me
 from undertow.sync.ignore import names_to_ignore
 from undertow.sync.measurements import explanation_of, measured_profile, sweep
 from undertow.sync.module_sync import ModuleSync
-from undertow.sync.reports import report_of
+from undertow.sync.reports import plan_of_last_steps, report_of
 from undertow.sync.tracing import save_trace
 from undertow.torch_private import private
 from undertow.trace import StepReport, Trace
@@ -309,9 +309,9 @@ class GradientSync:
         )
 
     def traces(self) -> tuple[Trace, ...]:
-        """Returns the traces of the recorded steps that ran under the current plan, oldest
+        """Returns the traces of the recorded steps that ran under the plan of the last one, oldest
         first."""
-        generation = self._engine.current_plan.compiled.generation
+        generation = plan_of_last_steps(self._engine).generation
         return tuple(
             record.trace() for record in self._engine.recorder.records(generation=generation)
         )
