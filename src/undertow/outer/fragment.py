@@ -220,7 +220,7 @@ class Fragment:
                 mixed = view * (1 - mix) + own * mix
                 view = torch.where(own.isfinite(), mixed, view)
             if tensor.is_inference() and not isinstance(place, Tensor):
-                # A forward under inference_mode has put it there, and other code must not write to it.
+                # A forward under inference_mode has put it there; no other code may write to it.
                 table, key = place
                 buffer = torch.empty_like(table[key])  # type: ignore[arg-type]  # it is there
                 table[key], tensor = buffer, _real(buffer)
