@@ -57,7 +57,7 @@ class Engine:
         )
         listeners = Listeners(self, self._first_gradient_arrives, self._arrives_outside)
         self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
-        self.siblings: SiblingEngines  # set by the owner
+        self.siblings: SiblingEngines  # set by `ModuleSync`
         self.checks = Checks(self.current_plan, config)
         self.moves = Moves(self.current_plan)
         self.rounds = Rounds(
@@ -170,7 +170,8 @@ class Engine:
 
     @private.untraced
     def _first_gradient_arrives(self, task: int) -> None:
-        """Called with the first gradient in backward `task`."""
+        """Called with the first gradient in backward `task`, and again after its round is closed;
+        may begin a round."""
         if self.rounds.is_between():
             hooks = self.current_plan.hooks
             if hooks.watched and hooks.has_thawed():

@@ -70,7 +70,7 @@ class GradientFactor:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """The functions of `owner` that hooks on parameters call."""
+    """The methods of an `Engine`, the owner, that hooks on parameters call."""
 
     owner: object
     on_backward: Callable[[int], object]  # with a backward whose first gradient arrives

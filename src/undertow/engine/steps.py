@@ -55,7 +55,7 @@ class EngineSteps(StepListener):
         else:
             self._synchronize(optimizer, params)
         trained, names = current_plan.hooks.ids, current_plan.members.names
-        # A rank alone compares settings with nobody.
+        # A single rank has no other settings to compare with.
         settings = settings_of(optimizer, trained, names) if current_plan.is_active else ()
         engine.progress.optimizer_steps(
             params,

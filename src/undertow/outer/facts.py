@@ -1,4 +1,4 @@
-"""What replicas tell each other with a fragment, and the errors that all of them raise for it."""
+"""The facts that replicas send with a fragment, and the errors that all of them raise for it."""
 
 from __future__ import annotations
 

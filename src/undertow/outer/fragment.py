@@ -75,7 +75,7 @@ class Fragment:
         self.index = index
         self.flight: Flight | None = None
         self._is_new = True  # it has not been exchanged
-        # The facts of the last exchange, if nobody has read them, and the end of their copy to
+        # The facts of the last exchange, if they are unread, and the end of their copy to
         # the host.
         self._said: tuple[Tensor, torch.Event | None] | None = None
         self._tensors, self._replicas = dict(tensors), replicas
@@ -220,7 +220,7 @@ class Fragment:
                 mixed = view * (1 - mix) + own * mix
                 view = torch.where(own.isfinite(), mixed, view)
             if tensor.is_inference() and not isinstance(place, Tensor):
-                # A forward under inference_mode has put it there, and nobody else may write to it.
+                # A forward under inference_mode has put it there; no other code may write to it.
                 table, key = place
                 buffer = torch.empty_like(table[key])  # type: ignore[arg-type]  # it is there
                 table[key], tensor = buffer, _real(buffer)

@@ -56,7 +56,7 @@ class OuterSync(StepListener):
     def __init__(
         self, module: nn.Module, all_ranks: OwnGroup, engine: Engine, config: SyncConfig
     ) -> None:
-        assert config.outer is not None  # else nobody makes this
+        assert config.outer is not None  # else this is not made
         self.num_synchronizations = 0  # outer steps of fragments
         self.all_ranks = all_ranks
         self._engine, self._config = engine, config
@@ -221,7 +221,7 @@ class OuterSync(StepListener):
         self._has_state = False
         if self._fragments is not None:
             self._fragments.arrive()
-        self._begin_anew()
+        self._restart()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -243,7 +243,7 @@ class OuterSync(StepListener):
         """Begins with the state of the model of which this one's is a copy."""
         self._copied = state
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         assert self._replicas is not None  # the ranks have met
         tensors = self._tensors()
         # A choice holds: ranks would measure again together.
@@ -395,7 +395,7 @@ class OuterSync(StepListener):
             self._follow_tensors(self._fragments)
             return
         self._aside.keep(before, self._fragments)
-        self._begin_anew()
+        self._restart()
 
     def _follow_tensors(self, fragments: Fragments) -> None:
         """Follows a load that has put other tensors in the place of parameters."""

@@ -114,7 +114,7 @@ class Arrivals:
         on_backward: Callable[[int], object],
         stream_of: Callable[[Any], object] | None = None,
     ) -> None:
-        self.on_full = on_full
+        self.on_full = on_full  # the method of a round while one runs
         # whose methods are called, for others that find these hooks on a parameter
         self.owner: object = None
         # called with each parameter, by index, that arrives
@@ -122,7 +122,7 @@ class Arrivals:
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
         self._backward_id = backward_id
-        self._on_backward = on_backward
+        self._on_backward = on_backward  # the engine's
         self._last_backward = _NO_BACKWARD
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}

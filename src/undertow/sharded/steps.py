@@ -167,7 +167,8 @@ class ShardedSteps(StepListener):
             self._make_layout(updates)
 
     def begin(self, stepper: Optimizer | None = None) -> Sharding:
-        """Returns this rank's shards, to be stepped.
+        """Prepares a step: lays parameters out if that is due, and registers the hooks that wait
+        before forwards. Returns this rank's shards, to be stepped.
 
         Nothing that `stepper` updates is in flight; None means all optimizers. The same object
         while the layout is the same. A collective call if it changes: if an optimizer has other

@@ -258,7 +258,9 @@ class GroupSync:
         return has_begun and all(is_watched(param) for _, param in trained)
 
     def close(self) -> None:
-        """Removes all hooks but those of forwards, and destroys the groups; later calls do nothing.
+        """Removes all hooks except the hooks of forwards, and destroys the groups.
+
+        Later calls do nothing.
 
         A backward whose forward has already run will warn.
         """

@@ -1,4 +1,4 @@
-"""Synchronizes a module: its own parameters, and those of its experts over other groups of ranks.
+"""Synchronizes a module: its own parameters, and its experts' over other groups of ranks.
 All of them share its forwards and backwards."""
 
 from __future__ import annotations
