@@ -1,11 +1,11 @@
-"""Branches that each rank uses as its data asks for.
+"""Branches that each rank uses depending on its data.
 
 Run with:
 
     torchrun --nproc-per-node=2 examples/branches.py
 
 Which parameters get a gradient differs from rank to rank and from step to step; no flag announces
-it. A gradient is the mean over all ranks, those that did not use the parameter count as zeros.
+it. A gradient is the mean over all ranks; ranks that did not use the parameter count as zeros.
 """
 
 import os
@@ -40,7 +40,7 @@ class Routed(nn.Module):
 
 
 def batch(num_rows: int, kinds: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows of these kinds, and what is to be predicted: another column for each kind."""
+    """Returns rows of these kinds, and their targets: another column for each kind."""
     rows = torch.randn(num_rows, WIDTH, generator=random)
     kind = kinds[torch.randint(len(kinds), (num_rows, 1), generator=random)]  # [row, 1]
     wanted = rows.gather(1, NUM_BRANCHES + kind)
@@ -55,7 +55,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Routed().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    random = torch.Generator().manual_seed(dist.get_rank())  # every rank meets rows of its own
+    random = torch.Generator().manual_seed(dist.get_rank())  # every rank has its own rows
     for step in range(1, NUM_STEPS + 1):
         # One or two kinds are in a rank's batch; every tenth step one of the ranks has no rows at
         # all.
@@ -63,17 +63,17 @@ def main() -> None:
         has_rows = step % 10 != 0 or step // 10 % dist.get_world_size() != dist.get_rank()
         rows, wanted = batch(16 if has_rows else 0, kinds, random)
         optimizer.zero_grad()
-        predicted = model(rows.to(device))  # without rows too: it is the forward that begins a step
+        predicted = model(rows.to(device))  # without rows too, because the forward begins a step
         if has_rows:
             mse_loss(predicted, wanted.to(device)).backward()
         else:
-            model.finish()  # joins the other ranks' reduction, before anything looks at a gradient
+            model.finish()  # joins the other ranks' reduction, before code reads a gradient
         optimizer.step()
         if dist.get_rank() == 0 and step % 10 in (0, 9):
             rows, wanted = batch(
                 64, torch.arange(NUM_BRANCHES), torch.Generator().manual_seed(1000)
             )
-            with torch.no_grad():  # sends nothing: this rank may look alone
+            with torch.no_grad():  # sends nothing, so one rank may evaluate alone
                 loss = mse_loss(model(rows.to(device)), wanted.to(device))
             print(
                 f"step {step:3d}  loss {loss.item():.3f}  unused here: "

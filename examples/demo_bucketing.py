@@ -44,7 +44,7 @@ def reduce_each(model: nn.Module) -> None:
 
 
 def train(link: EmulatedLink, *, is_bucketed: bool) -> Result:
-    """Gradients of the last step, and what a step takes; both ways see the same weights and
+    """Gradients of the last step, and the time of a step; both variants see the same weights and
     data."""
     model = new_model()
     hooks = (
@@ -71,7 +71,7 @@ def train(link: EmulatedLink, *, is_bucketed: bool) -> Result:
 
 
 def print_table(unbucketed: Result, bucketed: Result) -> None:
-    # With more than two ranks a bucket adds the ranks in another order than a parameter by itself:
+    # With more than two ranks a bucket adds the ranks in another order than a single parameter, so
     # last bits differ.
     pairs = zip(unbucketed.gradients, bucketed.gradients, strict=True)
     are_equal = all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in pairs)

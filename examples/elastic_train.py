@@ -1,14 +1,14 @@
-"""Training that goes on when a rank dies, also with more or fewer ranks than before, on CPU.
+"""Training that continues after a rank dies, also with more or fewer ranks than before, on CPU.
 
 Run with:
 
     torchrun --standalone --nproc-per-node=4 --max-restarts=3 examples/elastic_train.py \\
         --kill-rank 2 --kill-step 17
 
-torchrun starts all ranks again, and they go on behind the last checkpoint. The others' errors name
-the killed rank, if torchrun lets them live for as long: with --monitor-interval=3 it looks every
-three seconds, by default ten times a second. Interrupt it and start it with --nproc-per-node=3, and
-three ranks train what is left.
+torchrun starts all ranks again, and they continue from the last checkpoint. The others' errors name
+the killed rank if torchrun does not end them first: with --monitor-interval=3 it looks every three
+seconds, by default ten times a second. Interrupt it and start it with --nproc-per-node=3, and three
+ranks train the rest.
 """
 
 import argparse
@@ -52,8 +52,7 @@ def train(options: argparse.Namespace) -> None:
     layers = nn.Sequential(
         nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)
     )
-    # Added up in rank order, the same bits come out after a restart, whatever buckets a run has
-    # found best.
+    # Sums in rank order give the same bits after a restart, with any buckets.
     model = DistributedDataParallel(
         layers, config=SyncConfig(strategy="zero1", reduction="ordered")
     )
@@ -63,22 +62,20 @@ def train(options: argparse.Namespace) -> None:
         optimizer, T_max=-(-len(order) // options.batch)
     )
 
-    position = (
-        0  # in `order`: samples that all ranks have trained on; it says as much to 3 ranks as to 4
-    )
+    position = 0  # in `order`, of samples that all ranks have trained on; the same for 3 ranks or 4
     if has_checkpoint(options.checkpoint):
         extra = load_checkpoint(options.checkpoint, model, optimizer)
         position = extra["position"]
         schedule.load_state_dict(extra["schedule"])
         if rank == 0:
             print(
-                f"{num_ranks} ranks go on behind sample {position}, from {options.checkpoint}",
+                f"{num_ranks} ranks continue after sample {position}, from {options.checkpoint}",
                 flush=True,
             )
 
     while position < len(order):
         step = position // options.batch + 1
-        batch = order[position : position + options.batch]  # of all ranks, however many they are
+        batch = order[position : position + options.batch]  # of all ranks, for any number of them
         mine = batch[rank::num_ranks]
         log(options, rank=rank, num_ranks=num_ranks, step=step, samples=mine)
         mean = model.mean_over_ranks(len(mine))
@@ -110,7 +107,7 @@ def train(options: argparse.Namespace) -> None:
     if rank == 0:
         print(f"trained on {position} samples", flush=True)
     if options.save_model is not None:
-        state = model.module.state_dict()  # every rank waits for what the others have updated
+        state = model.module.state_dict()  # every rank waits for the updates of the others
         if rank == 0:
             torch.save(state, options.save_model)
     model.close()
@@ -128,7 +125,7 @@ def kill_if_asked(options: argparse.Namespace, *, rank: int, step: int) -> None:
 
 
 def log(options: argparse.Namespace, **what: object) -> None:
-    """A line for each step in a file for each rank, where that is asked for."""
+    """Adds a line to this rank's file, if files are asked for."""
     if options.sample_log is not None:
         options.sample_log.mkdir(parents=True, exist_ok=True)
         with (options.sample_log / f"rank{what['rank']}.jsonl").open("a", encoding="utf-8") as file:
@@ -144,7 +141,7 @@ def parsed() -> argparse.Namespace:
         "--checkpoint",
         type=Path,
         default=Path("elastic_checkpoint"),
-        help="folder that all ranks see; removed by nobody",
+        help="folder that all ranks see; never removed",
     )
     add(
         "--checkpoint-every",
@@ -179,7 +176,7 @@ def parsed() -> argparse.Namespace:
 
 
 def attempt() -> int:
-    """How often torchrun has started all ranks again."""
+    """Returns how often torchrun has started all ranks again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -187,9 +184,9 @@ def meet() -> None:
     """Makes the default process group.
 
     The store of torchrun's own process outlives restarts (torch 2.13) and has the addresses of
-    processes that are gone, so each attempt uses names of its own there. Nodes may count attempts
-    differently, and would then wait for each other's names for ever: on several nodes set
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with which every attempt has a new store.
+    processes that are gone, so each attempt uses its own names there. Nodes may count attempts
+    differently, and would then wait for each other's names forever: on several nodes set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a new store.
     """
     store, rank, num_ranks = next(dist.rendezvous("env://"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

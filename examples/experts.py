@@ -4,9 +4,9 @@ Run with:
 
     torchrun --nproc-per-node=4 examples/experts.py
 
-Ranks 0 and 1 hold two of four experts each, ranks 2 and 3 the same; tokens travel between 0 and 1,
-or 2 and 3. Dense gradients are averaged over all ranks, an expert's are added up over the two that
-hold it and divided by four: tokens of all are in them.
+Ranks 0 and 1 hold two of four experts each, and so do ranks 2 and 3. Tokens travel between 0 and 1,
+or 2 and 3. Dense gradients are averaged over all ranks. An expert's gradients are summed over the
+two ranks that hold it and divided by four, because they contain tokens of all ranks.
 """
 
 import torch
@@ -22,7 +22,7 @@ WIDTH, NUM_EXPERTS = 8, 4
 class Exchange(torch.autograd.Function):
     """Sends rows to the ranks of a group, `sent[i]` to rank i, which sends `received[i]`.
 
-    Gradients take the way back.
+    Gradients travel back.
     """
 
     @staticmethod
@@ -40,7 +40,7 @@ class Exchange(torch.autograd.Function):
 
 
 class ExpertLayer(nn.Module):
-    """Sends every token to the expert that a router likes best."""
+    """Sends every token to the expert with the highest router score."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ExpertLayer(nn.Module):
             for it in (chosen % self.num_here, tokens)
         )
         done = torch.zeros_like(here)
-        for index, expert in enumerate(self.experts):  # also one without tokens
+        for index, expert in enumerate(self.experts):  # even one without tokens
             done = done.index_put((kind == index,), expert(here[kind == index]))
         back = Exchange.apply(done, received, sent, self.group)
         return tokens + gate[:, None] * torch.zeros_like(back).index_put((order,), back)
@@ -75,7 +75,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(
         rank := dist.get_rank()
-    )  # other experts on other ranks; what some share they take from their first one
+    )  # other experts on other ranks; ranks with the same experts take the first one's values
     sharing_tokens = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     sharing_experts = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ExpertLayer(sharing_tokens), nn.Linear(WIDTH, 1))
@@ -89,7 +89,7 @@ def main() -> None:
         ).abs()  # one rule for each kind of token
         optimizer.zero_grad()
         (loss := mse_loss(model(tokens), wanted)).backward()
-        norm = clip_grad_norm_(sync, max_norm=1.0)  # of all experts, wherever they are
+        norm = clip_grad_norm_(sync, max_norm=1.0)  # of all experts, on any rank
         optimizer.step()
         if rank == 0 and step % 20 == 0:
             print(f"step {step:3d}  loss {loss.item():.3f}  gradient norm {norm.item():.3f}")

@@ -4,7 +4,7 @@ Run with:
 
     torchrun --nproc-per-node=2 examples/gpt.py
 
-It learns to repeat what it has read: the second half of every sequence is the first half again.
+It learns to repeat its input: the second half of every sequence equals the first half.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def repeated(random: torch.Generator) -> Tensor:
 
 
 def loss_of(model: nn.Module, text: Tensor) -> Tensor:
-    """How badly the second half is predicted, each token from those before it."""
+    """Returns the loss on the second half: each token is predicted from the tokens before it."""
     with torch.autocast(text.device.type, dtype=torch.bfloat16):
         scores = model(text[:, :-1])[:, HALF - 1 :]
     return cross_entropy(scores.float().flatten(0, 1), text[:, HALF:].flatten())
@@ -78,11 +78,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Gpt().to(device))
     optimizer = torch.optim.AdamW(model.parameters())
-    # A warm-up, then a cosine down to nothing.
+    # A warm-up, then a cosine down to zero.
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=4e-3, total_steps=NUM_STEPS, cycle_momentum=False
     )
-    random = torch.Generator().manual_seed(dist.get_rank())  # every rank reads texts of its own
+    random = torch.Generator().manual_seed(dist.get_rank())  # every rank reads its own texts
     for step in range(1, NUM_STEPS + 1):
         optimizer.zero_grad()
         for micro_batch in range(NUM_MICRO_BATCHES):

@@ -46,7 +46,7 @@ def train(settings: dict[str, Any]) -> None:
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(
             saved["optimizer"]
-        )  # each worker keeps its shards, however many workers there are
+        )  # each worker keeps its shards, with any number of workers
         first_step = saved["step"] + 1
 
     for step in range(first_step, settings["steps"] + 1):

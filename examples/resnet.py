@@ -4,9 +4,9 @@ Run with:
 
     torchrun --nproc-per-node=2 examples/resnet.py
 
-Each rank moves the running statistics of its batch norms with its own images; before the first
-forward of every step they become those of rank 0 again. In evaluation and under `no_grad` nothing
-is sent, so that one rank may evaluate alone.
+Each rank updates the running statistics of its batch norms with its own images. Before the first
+forward of every step, all ranks take the statistics of rank 0. In evaluation and under `no_grad`
+nothing is sent, so one rank may evaluate alone.
 """
 
 import os
@@ -23,7 +23,7 @@ NUM_STEPS = 30
 
 
 class Block(nn.Module):
-    """Two convolutions, added to what they are given."""
+    """Two convolutions, added to their input."""
 
     def __init__(self, num_in: int, num_out: int, *, stride: int) -> None:
         super().__init__()
@@ -54,7 +54,8 @@ def resnet() -> nn.Module:
 
 
 def stripes(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noisy images of stripes, [count, 1, 16, 16], and in which of four directions they run."""
+    """Returns noisy images of stripes, [count, 1, 16, 16], and which of four directions they
+    have."""
     classes = torch.randint(NUM_CLASSES, (count,), generator=random)
     angles = (classes * torch.pi / NUM_CLASSES).view(-1, 1, 1)
     rows, columns = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
@@ -71,7 +72,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(resnet().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees images of its own
+    random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees its own images
     for step in range(1, NUM_STEPS + 1):
         images, classes = stripes(32, random)
         loss = cross_entropy(model(images.to(device)), classes.to(device))
@@ -81,7 +82,7 @@ def main() -> None:
         if dist.get_rank() == 0 and step % 5 == 0:
             print(f"step {step:3d}  loss {loss.item():.3f}")
 
-    if dist.get_rank() == 0:  # the other ranks have gone on already
+    if dist.get_rank() == 0:  # the other ranks have continued already
         model.eval()
         images, classes = stripes(256, torch.Generator().manual_seed(1000))
         with torch.no_grad():

@@ -25,7 +25,7 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(512, 1)).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees data of its own
+    random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees its own data
     for step in range(1, 21):
         inputs = torch.randn(64, 512, generator=random).to(device)
         wanted = inputs[:, :8].sum(dim=1, keepdim=True)

@@ -39,7 +39,7 @@ def muon_and_adamw(model: DistributedDataParallel) -> list[ShardedOptimizer]:
     hidden = hidden_matrices(model)
     ids = set(map(id, hidden))
     rest = [param for param in model.parameters() if id(param) not in ids]
-    # AdamW steps first: the next forward begins with the embedding, which it has updated.
+    # AdamW steps first, because it updates the embedding, where the next forward begins.
     return [
         ShardedOptimizer(torch.optim.AdamW, model, params=rest, lr=1e-3),
         ShardedOptimizer(torch.optim.Muon, model, params=hidden, lr=0.02),

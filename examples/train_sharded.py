@@ -25,19 +25,19 @@ def main() -> None:
     )
     optimizer = ShardedOptimizer(
         torch.optim.AdamW, model, lr=1e-3
-    )  # in place of AdamW(model.parameters(), lr=1e-3)
+    )  # instead of AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
-    random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees data of its own
+    random = torch.Generator().manual_seed(dist.get_rank())  # every rank sees its own data
     for step in range(1, 31):
         optimizer.zero_grad()
         loss = loss_of(model, torch.randn(64, 512, generator=random))
         loss.backward()
-        norm = optimizer.clip_grad_norm_(1.0)  # torch's would find no gradient whole
-        optimizer.step()  # what it has updated arrives under the next forward
+        norm = optimizer.clip_grad_norm_(1.0)  # torch's function raises
+        optimizer.step()  # updated parameters arrive in the next forward
         schedule.step()
         if dist.get_rank() == 0 and step % 10 == 0:
             print(f"step {step:3d}  gradient norm {norm.item():.2f}  loss {loss.item():.3f}")
-    state = optimizer.state_dict()  # on every rank; what a plain AdamW would save
+    state = optimizer.state_dict()  # on every rank; the state of a plain AdamW
     if dist.get_rank() == 0:
         with torch.no_grad():
             print(

@@ -1,6 +1,6 @@
 """Training of replicas at two sites with a slow link between them.
 
-Each site trains alone for 30 steps at a time. What it has learned travels beneath its computation.
+Each site trains alone for 30 steps at a time. Its updates are sent while it computes.
 
 One rank per site:
 
@@ -69,7 +69,7 @@ def main() -> None:
         if step % 60 == 0:
             save_checkpoint(asked.checkpoint, model, optimizer, extra={"step": step})
 
-    # The global parameters, the same at every site, are what one evaluates and deploys.
+    # Evaluate and deploy the global parameters, which are the same at every site.
     with torch.no_grad(), model.outer.synchronized():
         inputs = torch.randn(512, 256, generator=torch.Generator().manual_seed(99))
         wanted = inputs[:, :8].sum(dim=1, keepdim=True)

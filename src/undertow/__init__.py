@@ -1,6 +1,6 @@
 """Undertow.
 
-Data-parallel training for PyTorch whose gradient communication runs beneath the computation.
+Data-parallel training for PyTorch that overlaps gradient communication with computation.
 """
 
 import importlib

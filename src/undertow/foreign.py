@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Does the same as `printable` for a text of several lines."""
+    """Does the same as `printable`, for a text of several lines."""
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -55,6 +55,16 @@ def cell(text: str) -> "Text":
     return Text(printable(text))
 
 
+def narrow_table(first: str) -> "Table":
+    """Returns a table that fits into 80 columns, with its first column."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    return table
+
+
 def table_of(columns: Mapping[str, tuple[str, str]], rows: Iterable[Mapping[str, Any]]) -> "Table":
     """Returns a table of plain values.
 

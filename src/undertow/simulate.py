@@ -34,8 +34,7 @@ __all__ = ["DEFAULTS", "IDEAL", "Conditions", "simulate"]
 
 _Times = NDArray[np.float64]  # by rank; one entry if all ranks are equal
 
-# Values for a profile that nobody measured; docs/fidelity.md has the published rows that they come
-# from.
+# Values for a profile without measurements, from the published rows in docs/fidelity.md.
 DEFAULTS = {"skew": 0.02, "contention": 0.12, "launch_us": 90.0, "copy_us_per_mb": 25.0}
 
 
@@ -106,12 +105,12 @@ def simulate(
 ) -> StepRecord:
     """Simulates one step of steady training on the ranks that `plan` is for and returns its record.
 
-    The code that orders and releases ops in training does so here too. A collective starts when
-    every rank has launched it and the communication stream is free. Parameters are first read at
-    the times of `profile.used_us`. The update takes as long as in the profile. A bucket with one
-    owner for each parameter takes as long as one in equal parts of the largest part's size. On a
-    mesh of two axes the cost of a reduce-scatter includes the transfer of shards across the second
-    axis, as in `NodeCosts` and in measured profiles.
+    The same code orders and releases ops in training. A collective starts when every rank has
+    launched it and the communication stream is free. Parameters are first read at the times of
+    `profile.used_us`. The update takes as long as in the profile. A bucket with one owner for each
+    parameter takes as long as one in equal parts of the largest part's size. On a mesh of two axes
+    the cost of a reduce-scatter includes the transfer of shards across the second axis, as in
+    `NodeCosts` and in measured profiles.
 
     Args:
         profile: The computation of a step.

@@ -44,7 +44,7 @@ class Wire(Protocol):
 
     @property
     def least(self) -> float:
-        """Numbers of this size, and smaller ones, arrive as zero whatever is in their block."""
+        """Numbers of this size, and smaller ones, arrive as zero in any block."""
 
     @property
     def is_dithered(self) -> bool:
@@ -52,7 +52,7 @@ class Wire(Protocol):
 
     @property
     def coding_us_per_mb(self) -> float:
-        """Microseconds by which an all-reduce takes longer on processors than its bytes alone, for
+        """Microseconds that an all-reduce takes on processors beyond the time of its bytes, for
         each 10^6 bytes of fp32: to encode, add and decode them.
 
         For predictions. Profiles of runs that have used the format contain the time.
@@ -60,7 +60,7 @@ class Wire(Protocol):
 
     @property
     def bucket_us(self) -> float:
-        """Microseconds of one core for a bucket on the host, whatever its size: its operators and
+        """Microseconds of one core for a bucket on the host, of any size: its operators and
         messages, beyond those in full width. Plans and simulations count them.
         """
 
@@ -82,7 +82,7 @@ class Wire(Protocol):
             message: [num_bytes(numel)] uint8
             dither: [block] float32, within half a unit of the code: added to the elements of each
                 block before they are rounded. None rounds to the nearest.
-            is_host: False if values are on a device, for which the host must not wait.
+            is_host: False if values are on a device; the host must not wait for it.
         """
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:

@@ -282,5 +282,13 @@ def test_inside_join_such_a_step_is_an_error() -> None:
 def test_a_look_at_the_parts_in_a_window_leaves_its_gradients_to_be_averaged() -> None:
     with models(is_sharded=True) as (ddp, ours, bare, plain):
         window(ddp, bare, 0)
-        ours.owned_parts()  # lays out shards
+        assert set(ours.owned_parts()) == set(ddp.module.parameters())
+        common_step(ddp, ours, bare, plain, 1)
+
+
+@in_ranks(2)
+def test_an_optimizer_that_is_made_in_a_window_leaves_its_gradients_to_be_averaged() -> None:
+    with models(is_sharded=False) as (ddp, _, bare, plain):
+        window(ddp, bare, 0)
+        ours = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.1, momentum=0.5)  # lays out shards
         common_step(ddp, ours, bare, plain, 1)

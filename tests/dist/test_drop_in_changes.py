@@ -232,7 +232,7 @@ def test_new_parameters_with_other_values_are_an_error_on_all_ranks(change: str)
             assert text_of(ReplicaMismatch, lambda: step_on(ddp)) == (
                 f"parameter {name!r} has other values on {majority}.\n"
                 f"  it was added or unfrozen, synchronization {number}\n"
-                "  Initialize it alike on every rank, as by the same seed; or call broadcast_parameters() after adding it and "
+                "  Initialize it with the same seed on every rank; or call broadcast_parameters() after adding it and "
                 "before the forward. Drop the gradients of this step by zero_grad()."
             )
         ddp.broadcast_parameters()

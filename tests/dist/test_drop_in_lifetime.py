@@ -213,7 +213,7 @@ def test_the_state_of_shards_cannot_be_gathered_when_the_model_is_closed() -> No
     assert any(optimizer.state.values())  # this rank's shards, which save_checkpoint writes
     for call in (optimizer.state_dict, optimizer.consolidate_state_dict):
         assert text_of(PhaseError, call) == (
-            "the model of this optimizer is closed: its ranks no longer exchange their shards.\n"
+            "the model of this optimizer is closed: its shards are no longer gathered.\n"
             f"  ShardedOptimizer, rank {dist.get_rank()}\n"
             "  Call state_dict() before close(); save_checkpoint() works afterwards too."
         )

@@ -101,7 +101,7 @@ def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
         ddp.register_comm_hook(None, allreduce_hook)
         accumulate(ddp)
         assert text_of(ConfigError, lambda: ddp.reduce_gradients_async("sum")) == (
-            "with a communication hook it is the hook that divides gradients.\n"
+            "a communication hook divides gradients itself.\n"
             "  reduce_gradients_async(op)\n"
             "  Leave op out, and let the hook divide."
         )

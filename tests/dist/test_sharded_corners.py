@@ -159,6 +159,7 @@ def test_a_dropped_wrapper_does_not_wait_for_a_rank_that_has_left() -> None:
 def test_a_read_in_a_thread_that_brings_parameters_is_an_error() -> None:
     with stepped(2, **SMALL) as (ddp, opt):
         weight, text, goes_on = ddp.module[0].weight, Future[str](), threading.Event()
+        ddp.state_dict()  # all parameters are here: the next forward waits for none that is held up
         call_before(ddp, "gathers", goes_on.wait)
         one_step(ddp, opt, 2)
         post(ddp, lambda: text.set_result(text_of(PhaseError, weight.sum)))

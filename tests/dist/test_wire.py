@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support.errors import text_of
-from support.inside import Stage, Turn, exchanges_of, turn_of, turn_of_experts
+from support.inside import Rounding, Turn, carriers_of, turn_of, turn_of_experts
 from support.levels import some
 from support.mixture import MATCH, experts_group
 from support.models import CASES, Wide, noise
@@ -45,7 +45,7 @@ def of_ranks(values: Tensor, group: dist.ProcessGroup | None = None) -> list[Ten
 
 
 def sum_as_sent(
-    values: Tensor, name: str, turn: Turn, group: dist.ProcessGroup | None = None, stage: Stage = Stage.OWN
+    values: Tensor, name: str, turn: Turn, group: dist.ProcessGroup | None = None, stage: Rounding = Rounding.OWN
 ) -> Tensor:
     total = torch.zeros_like(values)
     for rank, of_rank in enumerate(of_ranks(values, group)):
@@ -58,7 +58,7 @@ def mean_as_sent(values: Tensor, name: str, turn: Turn, group: dist.ProcessGroup
 
 
 def mean_as_returned(mean: Tensor, name: str, turn: Turn) -> Tensor:
-    return sent(mean, name, offsets(name, turn, Stage.MEAN))
+    return sent(mean, name, offsets(name, turn, Rounding.MEAN))
 
 
 def largest(values: Tensor) -> float:
@@ -110,7 +110,7 @@ def test_ranks_are_equal_after_every_step_and_every_plan_has_the_same_bits(wire:
         require_equal(*(trained(WIDE, num_steps=6, each=each, wire=wire, **way, **plan) for plan in PLANS), what=str(way))
 
 
-def sum_over(values: Tensor, name: str | None, turn: Turn, group: dist.ProcessGroup, stage: Stage) -> Tensor:
+def sum_over(values: Tensor, name: str | None, turn: Turn, group: dist.ProcessGroup, stage: Rounding) -> Tensor:
     if name is not None:
         return sum_as_sent(values, name, turn, group, stage)
     first, *others = of_ranks(values, group)
@@ -131,8 +131,8 @@ def test_each_axis_of_a_mesh_may_have_its_own_format(wires: tuple[str | None, st
                 if param.numel() < 512:
                     continue  # in full width for both
                 turn = turn_of(ddp)
-                total = sum_over(grads[name], inside, turn, rows[0], Stage.OWN) / 4
-                mean = sum_over(total, across, turn, rows[1], Stage.ACROSS)
+                total = sum_over(grads[name], inside, turn, rows[0], Rounding.OWN) / 4
+                mean = sum_over(total, across, turn, rows[1], Rounding.ACROSS)
                 wanted = mean if across is None else mean_as_returned(mean, across, turn)
                 assert torch.equal(ddp.full_gradient(param), wanted), (name, number)
             opt.step()
@@ -228,7 +228,7 @@ def test_a_rank_without_data_adds_zeros() -> None:
             mine = own_gradients(ddp.module, number)["block"]
             if number == dist.get_world_size() - 1:  # the last rank is alone
                 turn = turn_of(ddp)
-                own = sent(mine, "int8", offsets("int8", turn, Stage.OWN, dist.get_rank()))
+                own = sent(mine, "int8", offsets("int8", turn, Rounding.OWN, dist.get_rank()))
                 assert torch.equal(ddp.module.block.grad, mean_as_returned(own / dist.get_world_size(), "int8", turn))
 
 
@@ -400,7 +400,7 @@ def test_a_sharded_optimizer_may_follow_a_plan_with_several_formats() -> None:
 def test_memory_for_messages_is_freed_with_the_plan_that_sent_them() -> None:
     strategy = "hybrid" if dist.get_world_size() == 4 else "zero1"
     with training(Wide(), strategy, "SGD", wire="int8") as (ddp, opt):
-        of_whole, *of_shards = exchanges_of(ddp)
+        of_whole, *of_shards = carriers_of(ddp)
         step_of(ddp, opt, WIDE, 0)
         ddp.wait()
         assert not of_whole.free
@@ -409,7 +409,7 @@ def test_memory_for_messages_is_freed_with_the_plan_that_sent_them() -> None:
         opt.zero_grad()
         ddp.module.second.weight.requires_grad_(False)
         WIDE.loss(ddp, 1).backward()  # under another plan, whose messages have other sizes
-        assert exchanges_of(ddp) == [of_whole, *of_shards]
+        assert carriers_of(ddp) == [of_whole, *of_shards]
         assert not any(sizes <= set(axis.free) for sizes, axis in zip(before, of_shards, strict=True))
         opt.step()
 

@@ -91,12 +91,12 @@ def test_all_that_is_registered_is_averaged_whatever_the_model_lists(way: str, l
 
 
 UNAVERAGED = (
-    "{} was registered on the wrapper, and not on its module: nobody synchronizes it.\n"
+    "{} was registered on the wrapper, not on its module: it is not synchronized.\n"
     "  DistributedDataParallel, rank {}\n"
     "  Register it on model.module, or on the module before it is wrapped."
 )
 OTHER = (
-    "model.module was Sequential when it was wrapped, and now is {}: nobody averages the gradients of the new one.\n"
+    "model.module was Sequential when it was wrapped, and now is {}: gradients of the new module are not averaged.\n"
     "  DistributedDataParallel, rank {}\n"
     "  Wrap the new module, after close() of this wrapper; or change parts inside of model.module."
 )

@@ -8,7 +8,7 @@ from support.faults import SMALL, Fault, outcomes
 from support.processes import Ended
 
 WITHIN_S = 10.0
-GONE = """rank {faulty} is gone: its process has ended without a word, or was killed.
+GONE = """rank {faulty} is gone: its process exited or was killed without reporting an error.
   {where}
   The step is incomplete on every rank. Find out why it ended (memory, the scheduler), and start from a checkpoint."""
 FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label

@@ -246,7 +246,7 @@ TOLD = "PeerFailed: rank 1 has failed: ValueError: row 7 has no label"
         (RAISES, TOLD),
         ("sys.exit(0)", LEFT),
         ("with contextlib.closing(model): sys.exit(0)", LEFT),
-        ("os._exit(0)", "RankLost: rank 1 is gone: its process has ended without a word, or was killed."),
+        ("os._exit(0)", "RankLost: rank 1 is gone: its process exited or was killed without reporting an error."),
     ],
     ids=["exception", "exit", "exit that closes", "without a word"],
 )

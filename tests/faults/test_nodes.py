@@ -134,7 +134,7 @@ def test_both_nodes_start_again_after_a_rank_is_killed(network: Network, tmp_pat
     (tmp_path / "one").mkdir()
     kill = ["--kill-rank=3", "--kill-step=11"]
     out = batch(network, tmp_path, EXAMPLE, *options, *kill, max_restarts=1)
-    assert "4 ranks go on behind sample 256, from elastic_checkpoint" in out
+    assert "4 ranks continue after sample 256, from elastic_checkpoint" in out
     for rank in run(tmp_path / "one", *options, num_ranks=NUM_RANKS):
         assert rank.exit_code == 0, rank.log
     require_equal(parameters(tmp_path), parameters(tmp_path / "one"))

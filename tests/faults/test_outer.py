@@ -23,7 +23,7 @@ NUM_STEPS, SAVED, KILLED = 12, 5, 7  # a fragment is on its way after the save, 
 def test_a_killed_rank_is_named(point: str) -> None:
     survivor, faulty = outcomes(Fault(kind="killed", point=point, way="outer"))
     assert (survivor.kind, faulty.exit_code, survivor.seconds < WITHIN_S) == ("RankLost", -9, True), survivor.log
-    assert survivor.text.startswith("rank 1 is gone: its process has ended without a word, or was killed.\n  synchronization ")
+    assert survivor.text.startswith("rank 1 is gone: its process exited or was killed ")
 
 
 def test_an_error_of_one_rank_is_told_on_the_others() -> None:

@@ -35,7 +35,7 @@ def test_everything_is_drawn_sooner_or_later() -> None:
     assert {(one.way, one.num_ranks) for one in drawn} == {(name, of) for name, ranks in WAYS.items() for of in ranks}
 
 
-GONE = "rank 1 is gone: its process has ended without a word, or was killed.\n  synchronization 2, rank 0\n  Look."
+GONE = "rank 1 is gone: its process exited or was killed without reporting an error.\n  synchronization 2, rank 0\n  Look."
 TOLD = Ended({"kind": "RankLost", "text": GONE, "at": 10.5}, 1)
 
 

@@ -43,7 +43,7 @@ def test_rows_that_were_kept_out_of_every_fit_are_predicted() -> None:
 def test_the_page_has_the_rows_that_were_kept_out_and_the_defaults() -> None:
     num_inside, num = published.num_in_band(BAND)
     assert num_inside >= 0.9 * num
-    for text in (published.table(), published.worst(), f"kept out it holds {num_inside} of {num}."):
+    for text in (published.table(), published.worst(), f"and {num_inside} of the {num} rows that were kept out."):
         assert text in PAGE
     for name, value in DEFAULTS.items():
         assert f"| {value:g} | `--{name.replace('_', '-')}` |" in PAGE

@@ -16,7 +16,7 @@ from support.project import ROOT
 
 PAGE = ROOT / "docs" / "integrations" / "works-with.md"
 TORCH, RAY = "torch", "Ray Train"
-# The package, and what does not go.
+# The package, and what is not supported.
 FRAMEWORKS: dict[str, tuple[str, str]] = {
     TORCH: ("torch", "compiled autograd; `join()` with shards"),
     "torch pipelining": ("torch", "`scale_grads` with shards: divide the loss"),
@@ -89,7 +89,7 @@ def page(path: Path) -> str:
         )
         for framework, (package, not_possible) in FRAMEWORKS.items()
     ]
-    head = " | ".join(["framework", "version", *COLUMNS, "does not go"])
+    head = " | ".join(["framework", "version", *COLUMNS, "not supported"])
     return (
         "# Works with\n\n"
         "`make works-with` makes this page from the results of tests with the real libraries, on two ranks, CPU and gloo.\n"

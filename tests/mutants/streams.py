@@ -35,60 +35,42 @@ class Removal(NamedTuple):
     why: str = ""
 
 
-EXCHANGES, HARDWARE = "ranks/exchanges.py", "self.group.hardware"
-KEEPS_SENT = f"{HARDWARE}.keep(sent)  # held until now, because the backend reads it\n"
+EXCHANGES, CARRIERS = "ranks/exchanges.py", "ranks/carriers.py"
+ONE_STREAM = "one stream allocates this memory and uses it"
 TOLD, MINE = "device.to_host(self._memory[: self._sent.numel()])", "device.to_host(self._sent)"
 REMOVALS = (
     # Waits
     Removal(
-        "ranks/transport.py",
+        "ranks/handle.py",
         "        for work in self.works:\n            self._complete(work)\n        finish",
         "        finish",
     ),
     Removal(
-        "ranks/transport.py",
+        "ranks/handle.py",
         "        self.wait()\n        assert self._result is not None",
         "        assert self._result is not None",
     ),
     Removal("ranks/transport.py", "while self.hardware.is_host and not work", "while not work"),
     Removal(
-        "ranks/transport.py", "        if finish is not None:\n            with torch.no_grad():\n                finish()\n", ""
+        "ranks/handle.py", "        if finish is not None:\n            with torch.no_grad():\n                finish()\n", ""
     ),
-    Removal("ranks/transport.py", "                self._arrived.wait()\n", "                pass\n"),
-    Removal("ranks/transport.py", "            self._arrived = self._record()", "            pass"),
+    Removal("ranks/handle.py", "                self._arrived.wait()\n", "                pass\n"),
+    Removal("ranks/handle.py", "            self._arrived = self._record()", "            pass"),
     Removal(
-        "ranks/transport.py",
+        "ranks/handle.py",
         "        for work in self.works:\n            work.wait()\n\n    def is_completed",
         "        pass\n\n    def is_completed",
         "only marks when a collective ends, for reports: a device would show times that are too early",
     ),
-    Removal(EXCHANGES, "return Handle(work, *of_trailer.works, finish=finish)", "return Handle(work, finish=finish)"),
-    Removal(
-        EXCHANGES,
-        "return Handle(work, *of_trailer.works, finish=finish)",
-        "return Handle(*of_trailer.works, finish=finish)",
-    ),
-    Removal(
-        EXCHANGES,
-        "        return Handle(*of_trailer, *mean.works, finish=mean.wait)",
-        "        return Handle(*mean.works, finish=mean.wait)",
-    ),
-    Removal(
-        EXCHANGES,
-        "        return Handle(*of_trailer, *mean.works, finish=mean.wait)",
-        "        return Handle(*of_trailer, *mean.works)",
-    ),
-    Removal(EXCHANGES, "            before.wait()\n            of_trailer = self", "            of_trailer = self"),
-    Removal(
-        EXCHANGES,
-        "        return Handle(*of_trailer.works, *mean.works, finish=finish)",
-        "        return Handle(*mean.works, finish=finish)",
-    ),
-    Removal(EXCHANGES, "            mean.wait()\n            if sent", "            if sent"),
-    Removal(EXCHANGES, "            work.wait()\n            hardware.keep(sent)", "            hardware.keep(sent)"),
-    Removal(
-        "buckets/bucket.py", "        for handle in handles:\n            handle.wait()\n        self.marks", "        self.marks"
-    ),
+    Removal(EXCHANGES, "Wait([*summands.works, *flags.works]", "Wait([*summands.works]"),
+    Removal(EXCHANGES, "Wait([*summands.works, *flags.works]", "Wait([*flags.works]"),
+    Removal(EXCHANGES, "else [*flags.works, *means.works]", "else [*means.works]"),
+    Removal(EXCHANGES, "else [*flags.works, *means.works]", "else [*flags.works]"),
+    Removal(EXCHANGES, "Wait([*flags.works, *total.works]", "Wait([*total.works]"),
+    Removal(EXCHANGES, "Wait([*flags.works, *total.works]", "Wait([*flags.works]"),
+    Removal(CARRIERS, "            _wait_for(wait.works)\n            return wait.then()", "            return wait.then()"),
+    Removal(CARRIERS, "return Handle(*wait.works, finish=wait.then)", "return Handle(*wait.works)"),
+    Removal("buckets/transfer.py", "        for handle in handles:\n            handle.wait()\n", ""),
     Removal("buckets/bucket.py", "            for handle in handles:\n                handle.wait()\n", "            pass\n"),
     Removal(
         "sharded/gathers.py",
@@ -96,15 +78,14 @@ REMOVALS = (
         "                    pass\n            except",
     ),
     Removal("engine/round.py", "        device.wait_for(streams)\n", ""),
-    Removal("sharded/bucket.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
-    Removal("sharded/steps.py", "                handle.wait()\n        for slot", "                pass\n        for slot"),
+    Removal("sharded/placeholder.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
+    Removal("sharded/sharding.py", "                handle.wait()\n        for slot", "                pass\n        for slot"),
     Removal("engine/measuring.py", "        exchange.handle.wait()\n", ""),
     Removal("sync/handles.py", "            self._handle.wait()", "            pass"),
     Removal("ranks/agreement.py", "        handle.wait()\n        arrived", "        arrived"),
     Removal("ranks/agreement.py", "        handle.wait()\n        for index", "        for index"),
     Removal("by_hand/average.py", "    manager.wait_for_all()\n", ""),
-    Removal("by_hand/average.py", "dist.ReduceOp.MAX).wait()", "dist.ReduceOp.MAX)"),
-    Removal("by_hand/average.py", "all_reduce_over(counts, group).wait()", "all_reduce_over(counts, group)"),
+    Removal("by_hand/average.py", "all_reduce_over(said, group).wait()", "all_reduce_over(said, group)"),
     Removal("by_hand/buckets.py", "        self.reduction_handle.wait()", "        pass"),
     Removal(
         "buckets/comm_hook.py",
@@ -122,37 +103,36 @@ REMOVALS = (
     Removal("buckets/trailer.py", "return self.copied.query()", "return True"),
     Removal("buckets/recorder.py", "        stop.synchronize()\n", ""),
     # Tensors that are held or kept for a stream
-    Removal(EXCHANGES, f"            {KEEPS_SENT}\n        of_trailer", "            _ = sent\n\n        of_trailer"),
-    Removal(EXCHANGES, f"            {KEEPS_SENT}\n        of_trailer", "\n        of_trailer"),
-    Removal(EXCHANGES, "tensor.copy_(hardware.keep(sent))", "tensor.copy_(sent)"),
-    Removal(EXCHANGES, f"            {HARDWARE}.keep(received)\n", ""),
-    Removal(EXCHANGES, f"            {KEEPS_SENT}            then()", "            then()"),
-    Removal(EXCHANGES, f"            {KEEPS_SENT}            if then", "            if then"),
-    Removal(EXCHANGES, "            hardware.keep(sent)\n            numel", "            numel"),
-    Removal(EXCHANGES, "hardware.keep(returned), sizes)", "returned, sizes)"),
-    Removal(EXCHANGES, "            hardware.keep(means)  # held until now, because the backend reads it\n\n", "\n"),
-    Removal(
-        EXCHANGES,
-        "            hardware.keep(means)  # held until now, because the backend reads it\n\n",
-        "            _ = means\n\n",
-    ),
-    Removal(EXCHANGES, f"            {HARDWARE}.keep(message)", "            pass"),
-    Removal("buckets/bucket.py", "        self.shared.reducer.group.hardware.keep(self.memory.flat)", "        pass"),
+    Removal(EXCHANGES, "                carrier.give_back(summands.held)", "                pass"),
+    Removal(EXCHANGES, "into=total)\n            carrier.give_back(summands.held)", "into=total)"),
+    Removal(EXCHANGES, "            carrier.give_back([total])", "            pass", ONE_STREAM),
+    Removal(EXCHANGES, "            carrier.give_back(means.held)", "            pass"),
+    Removal(EXCHANGES, "                carrier.give_back(messages)", "                pass", ONE_STREAM),
+    Removal(EXCHANGES, "                    carrier.give_back([values])", "                    pass"),
+    Removal(EXCHANGES, "            carrier.give_back([difference])", "            pass", ONE_STREAM),
+    Removal(EXCHANGES, "                carrier.give_back(arriving.held)\n                if then", "                if then"),
+    Removal(EXCHANGES, "                carrier.give_back(arriving.held)\n                then()", "                then()"),
+    Removal(CARRIERS, "[work], [received, sent])", "[work], [sent])"),
+    Removal(CARRIERS, "[work], [received, sent])", "[work], [received])"),
+    Removal(CARRIERS, "[work], [part, values])", "[work], [values])"),
+    Removal(CARRIERS, "[work], [part, values])", "[work], [part])"),
+    Removal(CARRIERS, "held=[flat], flat=flat", "flat=flat"),
+    Removal(CARRIERS, "        gathering.held.append(sent)\n", ""),
+    Removal(CARRIERS, "            self.group.hardware.keep(tensor)", "            pass"),
+    Removal("buckets/bucket.py", "        self._shared.reducer.group.hardware.keep(memory.flat)", "        pass"),
     Removal("engine/round.py", "            bucket.keep_gradients()", "            pass"),
     Removal("buckets/bucket.py", "        self._keep(self._late.values())\n", ""),
-    Removal("sharded/steps.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),
-    Removal("sharded/bucket.py", "device_of(param.device).keep(param)", "param"),
+    Removal("sharded/sharding.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),
+    Removal("sharded/params.py", "device_of(param.device).keep(param)", "param"),
     Removal("optim/state.py", "return device_of(state.device).keep(state)", "return state"),
     Removal("ranks/parcels.py", "            forget_scratch()  # this", "            pass  # this"),
     # Streams
-    Removal(EXCHANGES, "        with hardware.use(self._side):\n            before", "        if True:\n            before"),
-    Removal(EXCHANGES, "        with hardware.use(self._side):\n            work", "        if True:\n            work"),
+    Removal(CARRIERS, "        with self.group.hardware.use(self._side):", "        if True:"),
     Removal("buckets/recorder.py", "        with self._device.use(self._done_stream):", "        if True:"),
     # Guards of reads
     Removal("engine/round.py", "is_host or must_know or compiled.is_learning", "is_host or compiled.is_learning"),
     Removal("engine/round.py", "if not (compiled.group.hardware.is_host or must_know", "if not (True or must_know"),
-    Removal("buckets/trailer.py", "bits if device.is_host else device.to_device(bits, bits.dtype)", "bits"),
-    Removal("buckets/trailer.py", "mine[place].copy_(device.to_device(bits, bits.dtype))", "mine[place].copy_(bits)"),
+    Removal("buckets/facts.py", "bits if device.is_host else device.to_device(bits, bits.dtype)", "bits"),
     Removal("buckets/finite.py", "if is_host and not not_finite(values", "if not not_finite(values"),
     Removal("buckets/finite.py", "if not is_host:\n        nothing", "if False:\n        nothing"),
     Removal("buckets/comm_hook.py", "if not group.hardware.is_host:", "if False:"),

@@ -43,7 +43,7 @@ _CHANGED = r"^the parameters have changed on rank {rank} and not on|^ranks disag
 _FAILED = r"^rank {rank} has failed: .*BadBatch: row 7|^backward failed on rank {rank}\."  # that goes on, to its close()
 _NAN = r"^the gradient of 'norm.bias' is not finite \(NaN or Inf\) on rank {rank}\."
 KINDS = {
-    "killed": Kind(others="RankLost", says=r"^rank {rank} is gone: its process has ended without a word", exit_code=-9),
+    "killed": Kind(others="RankLost", says=r"^rank {rank} is gone: its process exited or was killed", exit_code=-9),
     "raises": Kind(others="PeerFailed", says=_FAILED, own="BadBatch", exit_code=1, is_in_threads=False),
     "leaves": Kind(
         others="RankLost", says=r"^rank {rank} has left: it has finished after \d+ sync", points=("data", "after step")

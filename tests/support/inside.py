@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import undertow.demo.rank
-import undertow.sync.gradient_sync
+import undertow.sync.group_sync
 from undertow import GradientSync, SyncConfig
 from undertow.buckets.bucket import Layout, Shared
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
@@ -39,17 +39,19 @@ from undertow.engine.measuring import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.engine.trying import NUM_STEPS_COUNTED, Trying
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
-from undertow.ranks import agreement, connections, patience
-from undertow.ranks.dither import Stage as Stage
+from undertow.ranks import agreement, connections, handshake, patience
+from undertow.ranks.carriers import PostedMessages
+from undertow.ranks.dither import Rounding as Rounding
 from undertow.ranks.dither import Turn as Turn
-from undertow.ranks.exchanges import P2PCollectives
+from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import BACKENDS, Abilities, GroupRef
+from undertow.ranks.handle import ThreadWork
 from undertow.ranks.parcels import FullWidth
-from undertow.ranks.transport import OwnGroup, _ThreadWork
+from undertow.ranks.transport import OwnGroup
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
-from undertow.sharded.steps import Sharding
+from undertow.sharded.sharding import Sharding
 from undertow.sync.handles import MeanOverRanks
 from undertow.torch_private import private
 from undertow.torch_private.private import interrupt, timeout_of  # noqa: F401  # for tests
@@ -134,11 +136,11 @@ def assembly_of(model: Model) -> CompiledPlan:
     return engine_of(model).current_plan.compiled
 
 
-def exchanges_of(model: Model) -> list[P2PCollectives]:
-    """The exchange of whole gradients, and the exchanges of shards."""
+def carriers_of(model: Model) -> list[PostedMessages]:
+    """What sends messages of whole gradients, and of shards."""
     compiled = assembly_of(model)
-    found = (compiled.reducer.exchanges, *compiled.layout.exchanges)
-    return [each for each in found if isinstance(each, P2PCollectives)]
+    found = [each.carrier for each in (compiled.reducer.exchanges, *compiled.layout.exchanges) if each is not None]
+    return [each for each in found if isinstance(each, PostedMessages)]
 
 
 def turn_of(model: Model) -> Turn:
@@ -201,29 +203,30 @@ def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
 
 
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
-INNER_CALLS: dict[str, tuple[Any, str]] = {
-    "connection": (private, "new_group"),
-    "construction": (undertow.sync.gradient_sync, "broadcast_in_place"),
-    "buffers": (undertow.sync.gradient_sync, "synchronize_buffers"),
-    "mean": (MeanOverRanks, "_start"),
-    "reduce": (Reducer, "reduce"),
-    "checkpoint": (checkpoint_files, "write_tensors"),
-    "post": (_ThreadWork, "run"),  # in threads, of exchanges that are made of sends and receives
-    "complete": (_ThreadWork, "run"),
+_STAGES = ((PostedMessages, "_advance"), (ThreadWork, "run"))
+INNER_CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
+    "connection": ((private, "new_group"),),
+    "construction": ((undertow.sync.group_sync, "broadcast_in_place"),),
+    "buffers": ((undertow.sync.group_sync, "synchronize_buffers"),),
+    "mean": ((MeanOverRanks, "_start"),),
+    "reduce": ((Reducer, "reduce"),),
+    "checkpoint": ((checkpoint_files, "write_tensors"),),
+    "post": _STAGES,  # in threads, of exchanges that are made of sends and receives
+    "complete": _STAGES,
 }
 
 
 def before_calls(names: Iterable[str], passes: Callable[[str], object]) -> None:
     """Has `passes` called with the name before each of these calls, for as long as this process lives."""
     for name in names:
-        owner, attribute = INNER_CALLS[name]
-        setattr(owner, attribute, _after(partial(_passes, passes, name), getattr(owner, attribute)))
+        for owner, attribute in INNER_CALLS[name]:
+            setattr(owner, attribute, _after(partial(_passes, passes, name), getattr(owner, attribute)))
 
 
 def _passes(passes: Callable[[str], object], name: str) -> None:
     """Calls `passes`; a stage of an exchange is named by its thread, and the thread that connects a group runs none."""
     is_posting = name == "post"
-    threads = ("undertow-posts",) if is_posting else ("undertow-adds", "undertow-gathers", "undertow-hooks")
+    threads = ("undertow-posts",) if is_posting else ("undertow-completes", "undertow-hooks")
     if name not in ("post", "complete") or threading.current_thread().name in threads:
         passes(name)
 
@@ -265,7 +268,7 @@ def cloned_group() -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def posted_exchanges() -> Iterator[P2PCollectives]:
+def posted_exchanges() -> Iterator[Exchanges]:
     """Exchanges made of sends and receives, over a clone of the default group."""
     group = opened_group()
     exchanges = _exchanges_over(group)
@@ -306,8 +309,8 @@ def equal_shards(num_ranks: int, part_numel: int) -> FullWidth:
     return FullWidth(equal_parts(num_ranks, part_numel, stop=num_ranks * part_numel))
 
 
-def _exchanges_over(group: OwnGroup) -> P2PCollectives:
-    return P2PCollectives(group, divisor=group.num_ranks)
+def _exchanges_over(group: OwnGroup) -> Exchanges:
+    return Exchanges(PostedMessages(group), divisor=group.num_ranks)
 
 
 def observe(model: Model, *, before: OpCall = nothing, after: OpCall = nothing) -> None:
@@ -366,7 +369,7 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
 
 def without_a_ring() -> contextlib.AbstractContextManager[object]:
     """Inside, no rank can listen for the others."""
-    return mock.patch.object(connections, "own_address", side_effect=OSError("no such interface"))
+    return mock.patch.object(handshake, "own_address", side_effect=OSError("no such interface"))
 
 
 def of_version(version: str) -> contextlib.AbstractContextManager[object]:
@@ -389,7 +392,7 @@ def hearing_rank() -> Callable[[bytes], None]:
     source = mock.Mock(spec=connections.Connection)
 
     def hear(message: bytes) -> None:
-        ring.hear(source, [message], is_there=True)
+        ring.hear(source, [message], is_connected=True)
         watch.report()
 
     return hear
@@ -405,10 +408,10 @@ CODE_OF_GATHERS, CODE_OF_ROUNDS = Gathers, Engine
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
     "sends": ("shard", "send"),
-    "gathers": ("shard", "_post_all_gather"),
-    "reductions": ("shard", "_exchange"),
+    "gathers": ("shard", "expect"),
+    "reductions": ("shard", "exchange"),
     "sends across": ("replicate", "send"),
-    "reductions across": ("replicate", "_exchange"),
+    "reductions across": ("replicate", "exchange"),
 }
 
 
@@ -416,7 +419,7 @@ def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
     """Has `call` made first, in the thread that does it, at every one of these under the present plan."""
     axis, name = _PLACES[place]
     exchanges = getattr(sharding_of(model).groups, axis)
-    owner = exchanges.group if name == "send" else exchanges
+    owner = exchanges.group if name == "send" else exchanges.carrier
     setattr(owner, name, _after(call, getattr(owner, name)))
 
 
@@ -445,7 +448,7 @@ def before_lines(code: Any, call: Callable[[], object], *, number: int | None = 
 
 
 def post(model: Model, work: Callable[[], object]) -> None:
-    _sharding_after_a_step(model).groups.shard._posting.submit(work)  # type: ignore[attr-defined]
+    _sharding_after_a_step(model).groups.shard.carrier._posting.submit(work)  # type: ignore[union-attr]
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:
@@ -511,7 +514,8 @@ def global_values(model: undertow.DistributedDataParallel, name: str) -> torch.T
 
 
 def leave_unread(model: undertow.DistributedDataParallel, facts: list[list[float]]) -> None:
-    """Makes these the facts of the last exchange, which nobody has read yet, as on a device."""
+    """Makes these the facts of each rank in the last exchange, which nobody has read yet, as on a device."""
     (fragment,) = model.outer._fragments
     finite_mean = torch.zeros(1)
-    fragment._said = torch.cat([torch.tensor(facts).flatten(), finite_mean]), None
+    of_each_fact = torch.tensor(facts).T
+    fragment._said = torch.cat([of_each_fact.flatten(), finite_mean]), None

@@ -40,19 +40,19 @@ from undertow import GradientSync, SyncConfig, attach
 from undertow.buckets import comm_hook, reducer
 from undertow.buckets.trailer import Reading
 from undertow.device import device_of
-from undertow.engine import current_plan
+from undertow.engine import current_plan, step_events
 from undertow.engine.round import Round
 from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
-from undertow.ranks.transport import Handle
 from undertow.ranks.watch import NullWatch
 from undertow.schedule import Op
 from undertow.sharded import groups
-from undertow.sync import gradient_sync
+from undertow.sync import gradient_sync, group_sync
 
 PATIENCE_S = 20.0
 _LEFT = "another rank has failed"
@@ -276,7 +276,7 @@ def hide(tensor: Tensor) -> None:
 
 
 class FakeCollectives:
-    """Exchanges of parts: the results of P2PCollectives. `number` identifies a gather, which ranks start in any order."""
+    """Exchanges of parts: the results of Exchanges. `number` identifies a gather, which ranks start in any order."""
 
     def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
         self.group, self._divisor = group, divisor
@@ -443,25 +443,20 @@ def _only_here(then: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _one_process() -> Iterator[None]:
     """The library's ways to other ranks lead to threads."""
-    at_registration, before_step = current_plan.call_at_registration, GradientSync._before_step
-
-    def before_own_step(weak_sync: Callable[[], GradientSync | None], *args: Any, **kwargs: Any) -> Any:
-        sync = weak_sync()
-        is_own = sync is not None and sync._group.thread == threading.get_ident()  # type: ignore[attr-defined]
-        return before_step(weak_sync, *args, **kwargs) if is_own else None
+    at_registration, before_step = current_plan.call_at_registration, step_events.register_optimizer_step_pre_hook
 
     with ExitStack() as patches:
         for name, function in _OF_USERS.items():
             patches.enter_context(mock.patch.object(dist, name, function))
         for place, name, ours in (
             (gradient_sync, "chosen_group", lambda *_, **_how: FakeRef(tuple(range(_thread.rank.world.num_ranks)), "fake", None)),
-            (gradient_sync, "OwnGroup", FakeGroup),
+            (group_sync, "OwnGroup", FakeGroup),
             (groups, "OwnGroup", FakeGroup),
             (groups, "exchanges_over", FakeCollectives),
             (reducer, "exchanges_over", FakeCollectives),
             (comm_hook, "Worker", FakeWorker),
             (current_plan, "call_at_registration", lambda then: at_registration(_only_here(then))),
-            (GradientSync, "_before_step", staticmethod(before_own_step)),
+            (step_events, "register_optimizer_step_pre_hook", lambda hook: before_step(_only_here(hook))),
         ):
             patches.enter_context(mock.patch.object(place, name, ours))
         yield
@@ -500,12 +495,12 @@ def counts_for(sync: GradientSync, num_ranks: int) -> None:
 
 def forward_begins(sync: GradientSync) -> None:
     """As a wrapper tells that leaves buffers alone."""
-    sync._forward_begins(buffers_follow=None)
+    sync._whole.forward_begins(buffers_follow=None)
 
 
 def shadow(sync: GradientSync) -> None:
     """As a rank does in join that has no data, while others run a synchronization."""
-    sync._shadow()
+    sync._own.shadow()
 
 
 def join_ends(sync: GradientSync) -> None:
@@ -543,13 +538,13 @@ def decides(
 def fails_to_start(sync: GradientSync) -> None:
     """The next round fails before it has a plan, as one that runs out of memory there."""
     engine = sync._engine
-    start = engine._start
+    start = engine.rounds._start
 
     def fail_once(_begun: Round) -> None:
-        engine._start = start  # type: ignore[method-assign]
+        engine.rounds._start = start  # type: ignore[method-assign]
         raise ZeroDivisionError
 
-    engine._start = fail_once  # type: ignore[method-assign]
+    engine.rounds._start = fail_once  # type: ignore[method-assign]
 
 
 def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:
@@ -559,7 +554,7 @@ def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:
 
 def cut_bytes(sync: GradientSync) -> int:
     """The size of buckets at which torch.compile cuts graphs."""
-    return sync._cut_bytes()
+    return sync._whole.cut_bytes()
 
 
 def num_hooks_of_torch() -> int:

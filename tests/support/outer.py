@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.inside import Stage, Turn
+from support.inside import Rounding, Turn
 from support.models import noise
 from undertow import DistributedDataParallel, Outer, SyncConfig
 from undertow.wire import WIRES
 
 
-def offsets(name: str | None, turn: Turn, stage: Stage, rank: int = 0) -> Tensor | None:
+def offsets(name: str | None, turn: Turn, stage: Rounding, rank: int = 0) -> Tensor | None:
     """Returns the offsets that a format adds before it rounds; None if it adds none."""
     if name is None or not WIRES[name].is_dithered:
         return None
@@ -85,8 +85,8 @@ class NaiveOuter:
         parts = []
         for place, one in enumerate(local):
             own = zero if place in bad else self.globals[name] - one
-            parts.append(sent(own, wire, offsets(wire, turn, Stage.OWN, place)))
-        mean = sent(sum(parts[1:], start=parts[0]) / count, wire, offsets(wire, turn, Stage.MEAN))
+            parts.append(sent(own, wire, offsets(wire, turn, Rounding.OWN, place)))
+        mean = sent(sum(parts[1:], start=parts[0]) / count, wire, offsets(wire, turn, Rounding.MEAN))
         return mean * (count / num_good) if 0 < num_good < count else mean
 
     def _outer_step(self, index: int) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,8 +129,12 @@ class Nested(torch.autograd.Function):
         return total, None, None
 
 
+# A checkpoint that restores the state of torch's random numbers does so under a rank that is a thread and makes a unit.
+recomputed = partial(checkpoint, preserve_rng_state=False)
+
+
 def reentrant(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(layer, x if x.requires_grad else x.clone().requires_grad_(), use_reentrant=True)
+    return recomputed(layer, x if x.requires_grad else x.clone().requires_grad_(), use_reentrant=True)
 
 
 # Gradients come in parts, some of them perhaps after their bucket has left.
@@ -148,7 +153,7 @@ IN_PARTS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 WAYS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     **IN_PARTS,
     "twice": lambda layer, x: layer(layer(x).tanh()),
-    "checkpoint": lambda layer, x: checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False),
+    "checkpoint": lambda layer, x: recomputed(layer, recomputed(layer, x, use_reentrant=False), use_reentrant=False),
 }
 UNITS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),

@@ -219,7 +219,7 @@ def test_a_plan_that_no_file_holds_is_told_why(plan: str, reason: str) -> None:
         ),
         pytest.param(
             lambda: SyncConfig(experts=(experts(),), strategy="hybrid"),
-            f'experts do not go with strategy="hybrid".\n  {HERE}\n  Use "ddp", "zero1" or "zero2".',
+            f'experts do not work with strategy="hybrid".\n  {HERE}\n  Use "ddp", "zero1" or "zero2".',
             id="experts on a mesh",
         ),
         pytest.param(

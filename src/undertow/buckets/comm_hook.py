@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from undertow.errors import WrongType, require
+from undertow.ranks.handle import Handle
 from undertow.ranks.threads import Worker, may_be_stuck
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.transport import OwnGroup
 
 
 class HookedBucket:
@@ -44,7 +45,7 @@ class HookedBucket:
     def gradients(self) -> list[Tensor]:
         """Returns a view of the buffer for each parameter, of its shape.
 
-        Views are contiguous, as in torch, whatever the strides of the parameter.
+        Views are contiguous, as in torch, for any strides of the parameter.
         """
         if self._buffer.is_sparse:
             return [self._buffer]
@@ -76,7 +77,7 @@ class CommHook:
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
         _check_signature(hook)
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
-        self._hook = partial(hook, state)
+        self._state, self._hook = state, hook
         self._worker: Worker | None = None
         self._failures: list[BaseException] = []
 
@@ -98,7 +99,7 @@ class CommHook:
         self._worker = _thread_beside_this_one()
         self._worker.groups.add(group)
         call = partial(self._call_in_turn, bucket, self._failures)
-        return Handle.in_threads(call, self._worker, complete=group.complete)
+        return Handle.in_thread(call, self._worker, complete=group.complete)
 
     def close(self) -> None:
         """Releases the thread; it ends after the pending calls of the last hook that uses it."""
@@ -121,7 +122,7 @@ class CommHook:
     @torch.no_grad()
     def _call(self, bucket: HookedBucket) -> Handle:
         target = bucket.buffer()
-        future = self._hook(bucket)
+        future = self._hook(self._state, bucket)
         require(
             isinstance(future, torch.Future),  # the base class of torch.futures.Future
             "expected the communication hook to return a torch.futures.Future, got "

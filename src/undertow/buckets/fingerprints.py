@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, by which ranks compare values without sending them."""
+"""Fingerprints of tensors: ranks compare them instead of sending values."""
 
 from collections.abc import Sequence
 

@@ -50,7 +50,7 @@ def bad_slots(
     values: Sequence[Tensor], layout: Bucket, largest: float, *, is_host: bool
 ) -> Tensor | None:
     """Returns which gradients of a bucket have a NaN or a number above `largest`, or None if the
-    host knows that none has.
+    host knows that there is none.
 
     Gradients that no format encodes may be as large as their dtype allows.
     `values` are a dense bucket's flat gradients, or each sparse gradient; `is_host` tells if they

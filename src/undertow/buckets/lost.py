@@ -22,9 +22,9 @@ _MOST_LOST = 0.05  # of a gradient's nonzero values, without a warning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counts:
-    """Of the gradients of one bucket that travel in a format. [slots, 4] int64: values that are
-    not zero, those of them that arrive as zero, those below the range of the format, and finite
-    ones above it."""
+    """Counts of the gradients of one bucket that travel in a format. [slots, 4] int64: nonzero
+    values, nonzero values that arrive as zero, values below the range of the format, and finite
+    values above it."""
 
     wire: str
     names: list[str]
@@ -102,7 +102,7 @@ class LostValues:
     def share(self) -> float | None:
         """The share of nonzero values that arrived as zero when they were last counted.
 
-        None: none was counted. On a device, the host waits.
+        None if none was counted. On a device, the host waits.
         """
         for counted in self._counted:
             if counted.copied is not None:

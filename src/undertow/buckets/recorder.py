@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
+from torch import Tensor
+
+from undertow.buckets.trailer import TrailerCodec
+from undertow.buckets.transfer import BucketTransfer
 from undertow.device import Accelerator
+from undertow.ranks.dither import Turn
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Coding
-from undertow.ranks.transport import Handle, OwnGroup
-from undertow.schedule import Op
+from undertow.ranks.transport import OwnGroup
+from undertow.schedule import Op, OpKind
+from undertow.torch_private import private
 from undertow.trace import BucketRecord, StepRecord
 
 _NUM_KEPT = {"off": 0, "summary": 64, "full": None}  # steps
@@ -84,10 +91,6 @@ class StreamClock:
         return float(start.elapsed_time(stop)) * 1e3
 
 
-def _is_off(_marks: BucketMarks, _handle: Handle) -> None:
-    """Marks no completion."""
-
-
 @dataclass(slots=True)
 class _StepMarks:
     step: int
@@ -132,15 +135,24 @@ class Recorder:
         if self.is_on and isinstance(group.hardware, Accelerator) and group.can.order_streams:
             self._clock = StreamClock(group.hardware)
         self._rank = group.rank
-        self.mark: Callable[[], Mark] = self._clock.mark  # of this moment
-        # On a device the host waits for the second one.
-        self.us_between: Callable[[Mark, Mark], float] = self._clock.us_between
-        self.completes = self._clock.completes if self.is_on else _is_off
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT[level])
         self._now = _StepMarks(step=0)
         self._new_gathers: dict[int, BucketMarks] = {}  # of the next step
         self._round_stop: Mark = None
         self._round_stop_s = time.perf_counter()
+
+    def mark(self) -> Mark:
+        """Returns a mark of this moment."""
+        return self._clock.mark()
+
+    def us_between(self, start: Mark, stop: Mark) -> float:
+        """Returns the time between two marks. On a device the host waits for the second one."""
+        return self._clock.us_between(start, stop)
+
+    def completes(self, marks: BucketMarks, handle: Handle) -> None:
+        """Marks the completion of a collective, now or later."""
+        if self.is_on:
+            self._clock.completes(marks, handle)
 
     def forward_begins(self) -> None:
         mark = self.mark()
@@ -285,6 +297,60 @@ class Recorder:
             idle_us=0.0 if marks.after is None else self._clock.us_between(marks.after, begin),
             arrivals={param: us(mark) for param, mark in marks.arrivals.items()},
         )
+
+
+class RecordedTransfer:
+    """The transfer of a bucket, whose times are recorded.
+
+    `is_only`: the plan has no other bucket.
+    """
+
+    def __init__(
+        self, transfer: BucketTransfer, recorder: Recorder, bucket: int, *, is_only: bool
+    ) -> None:
+        self._transfer, self._recorder = transfer, recorder
+        self._bucket, self._is_only = bucket, is_only
+        self._marks = BucketMarks(0, transfer.kind, ready=None)  # of the last reduction
+
+    @property
+    def kind(self) -> OpKind:
+        return self._transfer.kind
+
+    def mark_ready(self) -> None:
+        """Called when the bucket is full, before it is packed."""
+        transfer = self._transfer
+        self._marks = self._recorder.ready(
+            self._bucket, num_bytes=transfer.wire_bytes, kind=transfer.kind
+        )
+
+    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+        recorder, transfer = self._recorder, self._transfer
+        self._marks.launched = recorder.mark()
+        transfer.start(trailer, turn)
+        # At the end of the backward of one model, a single bucket is waited for at once: the end of
+        # its collective needs no mark.
+        is_alone = self._is_only and len(recorder.in_backward) <= 1
+        if not is_alone or private.graph_task_id() == -1:
+            recorder.completes(self._marks, transfer.handles[0])
+
+    def start_across(self, turn: Turn) -> None:
+        self._transfer.start_across(turn)
+        self._recorder.completes(self._marks, self._transfer.handles[0])
+
+    def finish(self) -> None:
+        marks, recorder = self._marks, self._recorder
+        marks.wait_start = recorder.mark()
+        self._transfer.finish()
+        marks.wait_stop = recorder.mark()
+        for parcel in self._transfer.encoded:
+            marks.take_codings(parcel.codings)
+
+    def is_completed(self) -> bool:
+        return self._transfer.is_completed()
+
+    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
+        """Late gradients count as part of no bucket's time."""
+        return self._transfer.start_late(values)
 
 
 def _bucket_record(bucket: int, row: BucketMarks, us: Callable[[Mark], float]) -> BucketRecord:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,14 @@ from torch import Tensor
 from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.finite import FiniteCheck
 from undertow.buckets.lost import LostValues
+from undertow.buckets.trailer import TrailerCodec
 from undertow.config import SyncConfig, refused
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts
-from undertow.ranks.exchanges import Collectives, exchanges_over
+from undertow.ranks.exchanges import Exchanges, exchanges_over
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.transport import OwnGroup
 from undertow.wire import WIRES
 
 
@@ -29,7 +31,7 @@ class Reducer:
     group: OwnGroup
     config: SyncConfig
     # adds in rank order, if the settings ask for it, and exchanges gradients in a format
-    exchanges: Collectives | None
+    exchanges: Exchanges | None
     hook: CommHook | None = None
 
     @classmethod
@@ -52,7 +54,7 @@ class Reducer:
 
     @cached_property
     def finite(self) -> FiniteCheck | None:
-        """Looks for values that are not finite; None if nobody asks for them."""
+        """Looks for values that are not finite; None with nonfinite="ignore"."""
         is_off = self.config.nonfinite == "ignore"
         return None if is_off else FiniteCheck(is_host=self.group.hardware.is_host)
 
@@ -75,21 +77,42 @@ class Reducer:
         dtype, is_host = getattr(torch, spec.dtype), self.group.hardware.is_host
         return Encoded(WIRES[spec.wire], dtype, spec.narrow_numel, parts, is_host=is_host)
 
-    def reducing(self, dtype: torch.dtype) -> Callable[[Tensor], Handle]:
-        """Returns the call that starts to reduce a dense tensor of `dtype` in place, in full
-        width."""
-        if self.exchanges is not None and self.config.reduction == "ordered":
-            return self.exchanges.all_reduce
-        can = self.group.can
-        may_overflow = dtype is torch.float16 and not can.divide_first
-        if self.config.average_in_collective and can.average and not may_overflow:
-            return partial(self.group.all_reduce_async, op=dist.ReduceOp.AVG)
-        return self._divided
+    def mark_nonfinite(
+        self,
+        values: Sequence[Tensor],
+        spec: Bucket,
+        trailer: TrailerCodec,
+        parcel: Encoded | None = None,
+    ) -> None:
+        """Marks values to be sent in the trailer that are not finite, or would not be in the format
+        of `parcel`, unless nonfinite="ignore"."""
+        if self.finite is None:
+            return
+        largest = torch.finfo(getattr(torch, spec.dtype)).max
+        if parcel is not None:
+            largest = min(largest, parcel.wire.largest)
+        self.finite.check(values, spec, trailer, largest)
+
+    def reduce_each(self, tensors: Sequence[Tensor]) -> Sequence[Handle]:
+        return [self.reduce(tensor) for tensor in tensors]
 
     def reduce(self, tensor: Tensor) -> Handle:
         """Starts to reduce `tensor` in place, dense or sparse, in full width."""
-        return self._divided(tensor) if tensor.is_sparse else self.reducing(tensor.dtype)(tensor)
-
-    def _divided(self, tensor: Tensor) -> Handle:
+        if not tensor.is_sparse:
+            if self._ordered is not None:
+                return self._ordered.all_reduce(tensor)
+            if self._averages(tensor.dtype):
+                return self.group.all_reduce_async(tensor, dist.ReduceOp.AVG)
         tensor.div_(self.group.num_ranks)
         return self.group.all_reduce_async(tensor)
+
+    @cached_property
+    def _ordered(self) -> Exchanges | None:
+        """The exchanges, if they add whole values in rank order."""
+        return self.exchanges if self.config.reduction == "ordered" else None
+
+    def _averages(self, dtype: torch.dtype) -> bool:
+        """Returns True if the backend divides; one that divides last may overflow in fp16."""
+        can = self.group.can
+        may_overflow = dtype is torch.float16 and not can.divide_first
+        return self.config.average_in_collective and can.average and not may_overflow

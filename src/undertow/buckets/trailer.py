@@ -9,35 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import compress
 
 import torch
 from torch import Tensor
 
+from undertow.buckets.facts import FactCodec, Facts, indices, write_bits
 from undertow.device import Accelerator, device_of
 from undertow.plan import Bucket
-from undertow.plan.facts import (
-    DIGEST_BITS,
-    FACTS,
-    SIGNATURE_BITS,
-    STEP_BITS,
-    FactKind,
-    ranks_differ,
-    with_complements,
-)
+from undertow.plan.facts import FACTS, SIGNATURE_BITS, STEP_BITS, ranks_differ
 
-_DIGITS = bytes.maketrans(b"01", b"\0\1")
 _LARGEST_NUMBER = 60_000.0  # fp16 ends at 65504, and an infinity would spoil the sum
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """The facts of one rank, by name; those that are left out say nothing."""
-
-    digests: Mapping[str, int | None] = field(default_factory=dict)  # None as if left out
-    flags: Mapping[str, Sequence[int]] = field(default_factory=dict)  # the ranks or buckets to mark
-    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +44,12 @@ class TrailerCodec:
     ) -> None:
         trailer, start = spec.trailer, spec.trailer.start
         self._device = device_of(memory.device)
-        self._divisor = divisor
-        self._rank, self._names = rank, names
+        self._rank = rank
         self._used = slice(0, len(trailer.used))
-        self._facts = {
-            name: slice(place.start - start, place.stop - start) for name, place in trailer.facts
+        places = {
+            name: range(place.start - start, place.stop - start) for name, place in trailer.facts
         }
+        self._facts = FactCodec(FACTS, places, rank=rank, names=names, divisor=divisor)
         self._mine = torch.zeros_like(memory)
         self._mine[self._used] = 1
         self._signature = self._mine[self._used.stop :][: 2 * SIGNATURE_BITS]
@@ -95,25 +76,18 @@ class TrailerCodec:
             self._are_all_used = not unused
         # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
         signature ^= step % 2**STEP_BITS * (1 + 2**SIGNATURE_BITS)
-        bits = _bits_of(signature, 2 * SIGNATURE_BITS)
-        device = self._device
-        self._signature.copy_(bits if device.is_host else device.to_device(bits, bits.dtype))
+        write_bits(self._signature, signature, 2 * SIGNATURE_BITS, self._device)
         if facts is None:
             self._memory.copy_(mine)
             return
-        for name, value in facts.numbers.items():
-            mine[self._facts[name].start + self._rank] = min(value, _LARGEST_NUMBER)
+        numbers = {name: min(value, _LARGEST_NUMBER) for name, value in facts.numbers.items()}
+        self._facts.write_numbers(mine, numbers)
         if facts.digests != self._digests:
             self._digests = facts.digests
-            for name, place in self._facts.items():
-                if FACTS[name] is FactKind.DIGEST:
-                    bits = _bits_of(with_complements(facts.digests.get(name)), 2 * DIGEST_BITS)
-                    mine[place].copy_(device.to_device(bits, bits.dtype))
+            self._facts.write_digests(mine, facts.digests)
         self._memory.copy_(mine)
         # Not into `mine`: flags that are the same on all ranks must still be read.
-        for name, marked in facts.flags.items():
-            if marked:
-                self._memory[self._facts[name]][list(marked)] = 1
+        self._facts.write_flags(self._memory, facts.flags)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
@@ -121,14 +95,14 @@ class TrailerCodec:
 
     def tell_nonfinite(self, has_any: Tensor) -> None:
         """Tells, with the last bucket, whether this rank has such gradients anywhere. [] bool"""
-        self._memory[self._facts["nonfinite"]][self._rank].copy_(has_any)
+        self._facts.of(self._memory, "nonfinite")[self._rank].copy_(has_any)
 
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer.
 
         None if every rank used the same parameters and none had anything to report.
         """
-        # A view of the moment: one that is kept would count as other code's use of the memory.
+        # A new view each time: a view that is kept would count as other code's use of the memory.
         told = self._memory[: self._sent.numel()]
         # They are equal in the usual case if the sum was divided.
         return None if torch.equal(told, self._sent) else self.parse(told, self._sent)
@@ -151,36 +125,17 @@ class TrailerCodec:
             return None
         are_set = (reduced != 0).tolist()
         first = self._used.stop
-        unlike: list[str] = []
-        flags: dict[str, tuple[int, ...]] = {}
-        for name, place in self._facts.items():
-            if FACTS[name] is FactKind.RANK_FLAGS:
-                flags[name] = tuple(compress(self._names, are_set[place]))
-            elif FACTS[name] is not FactKind.DIGEST:
-                flags[name] = _indices(are_set[place])
-            elif ranks_differ(are_set[place]):
-                unlike.append(name)
         return Reading(
-            used=frozenset(_indices(are_set[self._used])),
+            used=frozenset(indices(are_set[self._used])),
             ranks_differ=ranks_differ(are_set[first : first + 2 * SIGNATURE_BITS]),
-            unlike=tuple(unlike),
-            flags=flags,
-            nonfinite=frozenset(_indices(reduced[self._used].isnan().tolist())),
+            unlike=self._facts.unlike(are_set),
+            flags=self._facts.flags(are_set),
+            nonfinite=frozenset(indices(reduced[self._used].isnan().tolist())),
         )
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Waits for the device; returns the numbers of all ranks."""
-        found: list[float] = []
-        for number in self._memory[self._facts[name]].tolist():
-            found.append(abs(number) * self._divisor)
-        return tuple(found)
-
-
-@lru_cache(maxsize=512)
-def _bits_of(number: int, num_bits: int) -> Tensor:
-    """Returns the bits of a number, lowest first. [num_bits] uint8, to be read only"""
-    digits = f"{number:0{num_bits}b}"[::-1]
-    return torch.frombuffer(bytearray(digits, "ascii").translate(_DIGITS), dtype=torch.uint8)
+        return self._facts.numbers(self._memory, name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,7 +154,3 @@ class Snapshot:
         """Reads the trailer after the copy is complete."""
         reading = self.codec.parse(self.reduced, self.mine)
         return None if reading is None else replace(reading, is_overdue=True)
-
-
-def _indices(flags: Sequence[bool]) -> tuple[int, ...]:
-    return tuple(index for index, flag in enumerate(flags) if flag)

@@ -2,16 +2,18 @@
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from undertow.buckets.facts import FactCodec, Facts, differing, indices
 from undertow.by_hand.buckets import GradientBucketManager
 from undertow.device import device_of
 from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.errors import ConfigError, PlanMismatch, WrongType, require
+from undertow.plan.facts import FactKind
 from undertow.ranks.group import GroupRef, user_group, warn_of_lone_rank
 from undertow.ranks.transport import all_reduce_over
 from undertow.torch_private import private
@@ -85,9 +87,7 @@ def average_gradients(
     if group.size() > 1 and (device_of(place).is_host or parameters is not None):
         _require_alike(values, group, place, has_parameters=parameters is not None)
     if group.size() > 1 and parameters is not None:
-        counts = torch.tensor(are_there, dtype=torch.int32, device=place)
-        all_reduce_over(counts, group).wait()
-        are_there = counts.bool().tolist()
+        are_there = _are_anywhere(are_there, group, place)
     means = _means(values, group, reference)
     return tuple(
         mean if is_there else None for mean, is_there in zip(means, are_there, strict=True)
@@ -128,15 +128,40 @@ def _require_alike(
     have passed parameters."""
     described = [(tuple(value.shape), str(value.dtype)) for value in values]
     digest = zlib.crc32(repr((has_parameters, described)).encode())
-    largest = torch.tensor([digest, -digest], device=place)
-    all_reduce_over(largest, group, dist.ReduceOp.MAX).wait()
+    codec = _codec({"digest": FactKind.NUMBERS}, group)
+    told = _told(codec, Facts(numbers={"digest": digest}), group, place)
+    others = differing(dict(enumerate(codec.numbers(told, "digest"))))
     require(
-        largest.tolist() == [digest, -digest],
+        not others,
         "ranks gave gradients of different shapes or dtypes, or only some gave parameters.",
-        where=f"rank {group.rank()}: {len(values)} gradients, digest {digest:08x}",
+        where=f"rank {', '.join(map(str, others))} differs; rank {group.rank()}: {len(values)} "
+        f"gradients, digest {digest:08x}",
         remedy="Give the gradients of the same parameters in the same order on every rank.",
         error=PlanMismatch,
     )
+
+
+def _are_anywhere(
+    are_there: Sequence[bool], group: dist.ProcessGroup, place: torch.device
+) -> list[bool]:
+    """Returns which gradients some rank has."""
+    codec = _codec({"present": FactKind.ITEM_FLAGS}, group, num_items=len(are_there))
+    told = _told(codec, Facts(flags={"present": indices(are_there)}), group, place)
+    return codec.of(told, "present").bool().tolist()
+
+
+def _codec(
+    kinds: Mapping[str, FactKind], group: dist.ProcessGroup, *, num_items: int = 0
+) -> FactCodec:
+    return FactCodec.alone(kinds, rank=group.rank(), num_ranks=group.size(), num_items=num_items)
+
+
+def _told(codec: FactCodec, facts: Facts, group: dist.ProcessGroup, place: torch.device) -> Tensor:
+    """Returns the sum of all ranks' facts."""
+    said = torch.zeros(codec.numel, dtype=torch.int64, device=place)
+    codec.write(said, facts)
+    all_reduce_over(said, group).wait()
+    return said
 
 
 def _listed(tensors: Iterable[Tensor | None], name: str) -> tuple[Tensor | None, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undertow.buckets.bucket import strides_of_gradient
+from undertow.buckets.memory import strides_of_gradient
 from undertow.checkpoint import files
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, require
@@ -35,7 +35,7 @@ from undertow.optim.state import (
     room_in_order,
 )
 from undertow.outer.outer_sync import OuterSync
-from undertow.sharded.bucket import ShardPart, in_memory_order
+from undertow.sharded.params import ShardPart, in_memory_order
 from undertow.torch_private import private, tables
 
 _ENTRY = re.compile(r"(.*)/([^/\[]+)(?:\[(?:(axes)|([0-9]{1,18}):([0-9]{1,18}))\])?", re.DOTALL)
@@ -140,7 +140,7 @@ def contents_of_outer(outer: OuterSync) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def state_for_outer(folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `OuterSync.load_state_dict` takes."""
+    """Returns the state for `OuterSync.load_state_dict`."""
     file = files.open_tensors(folder / files.OUTER)
     state: dict[str, Any] = {**index["outer"], **{kind: {} for kind in _OF_OUTER}}
     for entry in [*file.keys()]:

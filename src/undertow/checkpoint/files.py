@@ -160,7 +160,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def open_tensors(path: Path) -> Any:
-    """Opens a safetensors file, from which tensors are read only when they are used.
+    """Opens a safetensors file; tensors are read only when they are used.
 
     safetensors checks that each byte of the file belongs to one tensor.
     """

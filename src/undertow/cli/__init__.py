@@ -16,7 +16,7 @@ def main() -> None:
     An UndertowError prints its text and exits with code 2, without a traceback.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # as stderr is: no character ends a command, whatever the locale is
+        # as stderr is: no character ends a command, in any locale
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.argv[1:2] == ["run"]:  # without typer and rich, which take time to load
         run(sys.argv[2:])

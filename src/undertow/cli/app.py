@@ -28,7 +28,7 @@ class Swept(StrEnum):
 
 
 def _option(text: str, *, least: int | None = None) -> Any:
-    """Returns an option whose text tells what holds without it."""
+    """Returns an option whose text tells its default."""
     return typer.Option(help=text, show_default=False, min=least)
 
 
@@ -108,7 +108,7 @@ _Fragments = Annotated[
 
 app = typer.Typer(
     name="undertow",
-    help="Data-parallel training for PyTorch whose gradient communication runs beneath the "
+    help="Data-parallel training for PyTorch that overlaps gradient communication with "
     "computation.",
     no_args_is_help=True,
     add_completion=False,
@@ -147,18 +147,18 @@ def undertow(
         ),
     ] = False,
 ) -> None:
-    """Data-parallel training for PyTorch whose gradient communication runs beneath the
+    """Data-parallel training for PyTorch that overlaps gradient communication with
     computation."""
 
 
 @app.command(
-    help="Train a small GPT five ways over an emulated network and compare them: a reduction for "
-    "each parameter, buckets after backward, torch DDP, Undertow, and Undertow with "
+    help="Train a small GPT in five variants over an emulated network and compare them: a "
+    "reduction for each parameter, buckets after backward, torch DDP, Undertow, and Undertow with "
     'wire="int8".\n\n'
-    "Starts the ranks itself, takes about 30 seconds, and checks that every way finds the same "
+    "Starts the ranks itself, takes about 30 seconds, and checks that every variant has the same "
     "gradients and, with two ranks or one, ends with the same parameters, or close ones "
     "with int8. Prints a table and draws where each step's time went, in OUT/demo.png.\n\n"
-    "Exit code 0: all ways agree. 1: they do not, or a rank failed. 2: an option cannot work."
+    "Exit code 0: all variants agree. 1: they do not, or a rank failed. 2: an option cannot work."
 )
 def demo(  # one argument per option
     nproc: Annotated[
@@ -174,19 +174,19 @@ def demo(  # one argument per option
         ),
     ] = "250mbit",
     steps: Annotated[
-        int, typer.Option(min=1, help="Measured steps per way, after ten to warm up.")
+        int, typer.Option(min=1, help="Measured steps per variant, after ten to warm up.")
     ] = 5,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     strategy: Annotated[
         str,
         typer.Option(
-            help='"zero1" or "zero2" adds a way with a sharded optimizer; "ddp" does not.'
+            help='"zero1" or "zero2" adds a variant with a sharded optimizer; "ddp" does not.'
         ),
     ] = "ddp",
     outer: Annotated[
         int | None,
         _option(
-            "Adds a way whose ranks train alone and exchange fragments of the model every so "
+            "Adds a variant whose ranks train alone and exchange fragments of the model every so "
             "many steps."
         ),
     ] = None,
@@ -212,7 +212,7 @@ def run() -> None:
 @app.command(
     help="Write a page about a run that any browser shows without a network: advice, the step as "
     "a timeline, each bucket, and the same model on other links.\n\n"
-    "DIR has what `undertow run --out DIR` or report.save(DIR/report-rank0.json) has written. "
+    "DIR has the files of `undertow run --out DIR` or report.save(DIR/report-rank0.json). "
     "The page is OUT/report.html; a second model of the run has report-2.html.\n\n"
     "Exit code 0: written. 2: files are missing, damaged or of different runs or groups, or the "
     "page cannot be written."
@@ -238,7 +238,7 @@ def report(
     help="Show the buckets that a cost model plans for a model, the plans that they are chosen "
     "from, and with --schedule the ops of one step, without running anything. Training does not "
     "trust the model: it tries plans on real steps, and keeps one only if its steps are faster.\n\n"
-    "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md).\n\n"
+    "PROFILE is JSON, written by save_profile() or by hand (docs/profiles.md).\n\n"
     'Example: undertow plan examples/profiles/gpt2.json --ranks 64 --link "100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
@@ -275,11 +275,11 @@ def plan(  # noqa: PLR0913  # one argument per option
 
 @app.command(
     help="Predict the step of a model on a network, without running anything.\n\n"
-    "PROFILE is JSON: what save_profile() has measured, or written by hand (docs/profiles.md). "
+    "PROFILE is JSON, written by save_profile() or by hand (docs/profiles.md). "
     "Simulates a step that sends one message per parameter, one with buckets of 25 MiB after "
     "a first one of 1 MiB, as torch's DistributedDataParallel has them, and one with the "
     "buckets that a cost model plans for this network (training tries plans on real steps "
-    "instead). Prints what each step takes, and its parts on the fastest rank: computing, waiting "
+    "instead). Prints the time of each step, and its parts on the fastest rank: computing, waiting "
     "for the network and waiting for a late rank. The scaling efficiency is "
     "the share of the step that computing alone takes. Draws timelines in "
     "OUT/simulate.png. --sweep bandwidth draws the step over the rate of the link instead, in "
@@ -379,9 +379,9 @@ def links() -> None:
 
 @app.command(
     help="Merge the traces of all ranks into one file for Perfetto, with their clocks aligned.\n\n"
-    "DIR has the files that a training with UNDERTOW_TRACE=DIR or model.save_trace(path) has "
-    "written. Open the result at https://ui.perfetto.dev. If a rank's trace is missing, the "
-    "others are merged.\n\n"
+    "DIR has the trace files of a run with UNDERTOW_TRACE=DIR, or of model.save_trace(path). "
+    "Open the result at https://ui.perfetto.dev. If a rank's trace is missing, the others are "
+    "merged.\n\n"
     "Exit code 0: merged. 2: no trace was found, one cannot be read, they are of different "
     "runs, or OUT cannot be written."
 )

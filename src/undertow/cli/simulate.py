@@ -128,19 +128,19 @@ def _update_ms(what_if: WhatIf) -> float:
 def _conditions_lines(what_if: WhatIf) -> list[str]:
     conditions = what_if.conditions.of(what_if.profile)
     texts = ", ".join(f"{name} {value:g}" for name, value in conditions.items())
-    lines = [f"Conditions, as given or measured, else assumed: {texts}"]
+    lines = [f"Conditions (given, measured or assumed): {texts}"]
     measured = what_if.profile.skew
     if what_if.num_ranks == 1 or measured is None or measured <= _NOTABLE_SKEW:
         return lines
     if what_if.conditions.skew is None:
         lines.append(
-            f"The profile's skew is taken over: the computing times of its ranks had a standard "
+            f"The skew is the profile's: the computing times of its ranks had a standard "
             f"deviation of {measured:.1%}. If something disturbed a rank in that run, give "
             f"another, such as --skew {DEFAULTS['skew']:g}."
         )
     else:
         lines.append(
-            f"The profile's skew of {measured:.1%} is not taken over: --skew "
+            f"The profile's skew of {measured:.1%} is not used: --skew "
             f"{what_if.conditions.skew:g} is given."
         )
     return lines

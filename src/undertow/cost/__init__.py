@@ -5,20 +5,16 @@ Links, measured curves, and the time that collectives take on them.
 
 from undertow.cost.costs import (
     COLLECTIVES,
-    LINKS,
-    NODE_LINK,
-    CostCurve,
     Costs,
-    Link,
     MeasuredCosts,
     NodeCosts,
     RingCosts,
     collective_seconds,
     costs_for,
-    curve_from_samples,
-    link_from_text,
 )
+from undertow.cost.curves import CostCurve, curve_from_samples
 from undertow.cost.formats import Payload, payloads_us
+from undertow.cost.links import LINKS, NODE_LINK, Link, link_from_text
 
 __all__ = [
     "COLLECTIVES",

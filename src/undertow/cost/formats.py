@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from undertow.cost.costs import Costs, Floats, MeasuredCosts
+from undertow.cost.costs import Costs, MeasuredCosts
+from undertow.cost.curves import Floats
 from undertow.wire import WIRES
 
 _FP32_MB = 4e-6  # of an element
@@ -18,7 +19,7 @@ class Payload:
     num_bytes: int  # as they travel
     wire: str | None = None
     num_encoded: int = 0  # elements in the format; the others travel in full width
-    is_host: bool = True  # processors encode and decode it; what a stream takes is not counted
+    is_host: bool = True  # processors encode and decode it; the time of a stream is not counted
 
     @property
     def host_us(self) -> float:

@@ -11,7 +11,6 @@ backward.
 
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -28,11 +27,14 @@ from torch.optim.optimizer import Optimizer
 from undertow.config import ExpertGroup, SyncConfig, require_settings
 from undertow.engine.agreed_errors import part_of_another
 from undertow.engine.hooks import earlier_watchers
+from undertow.engine.progress import params_of
+from undertow.engine.step_events import StepListener
 from undertow.errors import WrongType, require
 from undertow.ranks.faults import Fault
 from undertow.ranks.group import GroupRef, chosen_group, warn_of_lone_rank
 from undertow.ranks.transport import OwnGroup
 from undertow.sync.gradient_sync import GradientSync
+from undertow.sync.group_sync import GroupSync
 from undertow.sync.ignore import names_to_ignore
 from undertow.torch_private import private, tables
 
@@ -116,8 +118,8 @@ def attach(
     sync = synchronized(
         module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored
     )
-    sync._is_attached = True
-    sync._watch_forwards()
+    sync._whole.is_attached = True
+    sync._whole.watch_forwards()
     return sync
 
 
@@ -266,14 +268,12 @@ def synchronized(
                 within=sync._group,
             )
             expert._engine.checks.numbers.fails_others = partial(_fail, sync._group)
-            sync.experts = (*sync.experts, expert)
+            sync._add_expert(expert)
     except BaseException:
         sync.close()
         raise
-    sync._take_part_with_experts()
-    sync._attached.callback(
-        private.around_unscaling(partial(_alike_on_all_ranks, weakref.ref(sync)))
-    )
+    sync._whole.take_part_together()
+    sync._own.events.subscribe(AlikeFindings(sync._parts))
     return sync
 
 
@@ -311,36 +311,34 @@ def _fail(everybody: OwnGroup, fault: Fault) -> None:
     everybody.watch.fail(fault)
 
 
-def _alike_on_all_ranks(
-    weak_sync: weakref.ref[GradientSync], optimizer: Optimizer, unscale: private.Unscale
-) -> private.Found:
-    """Returns a scaler's finding over all ranks: each has checked only its own experts, and all
-    must skip the same steps.
+class AlikeFindings(StepListener):
+    """Makes a scaler's finding the same on all ranks: each has checked only its own experts, and
+    all must skip the same steps.
 
     Costs one all-reduce of one number, for every optimizer that holds a parameter of the model, an
     expert or not: which experts are trained may differ from group to group.
     """
-    found, sync = unscale(), weak_sync()
-    if sync is None or sync.num_ranks == 1:
-        return found
-    # By id: a comparison of tensors would wait for gathers.
-    synchronized_ids = {
-        id(param) for part in sync._parts for _, param in part._members.named_params()
-    }
-    if not any(
-        id(param) in synchronized_ids
-        for group in optimizer.param_groups
-        for param in group["params"]
-    ):
-        return found
-    device = sync._group.device
-    on_any = torch.stack(
-        [torch.zeros((), device=device), *(each.to(device) for each in found.values())]
-    ).amax()
-    what = "whether all ranks' gradients are finite"
-    sync._group.all_reduce(on_any, what, dist.ReduceOp.MAX).wait()
-    # If none of a rank's experts was used it has checked nothing, which scalers reject.
-    return {device: on_any.to(device, copy=True) for device in found or (sync._group.device,)}
+
+    def __init__(self, parts: Sequence[GroupSync]) -> None:
+        # Not the parts: the synchronization ends when nothing else holds it.
+        self._group, self._members = parts[0].group, [part.members for part in parts]
+
+    def unscaling_ends(self, optimizer: Optimizer, found: private.Found) -> private.Found:
+        group = self._group
+        if group.num_ranks == 1:
+            return found
+        # By id: a comparison of tensors would wait for gathers.
+        own = {id(param) for members in self._members for _, param in members.named_params()}
+        if own.isdisjoint(map(id, params_of(optimizer))):
+            return found
+        device = group.device
+        on_any = torch.stack(
+            [torch.zeros((), device=device), *(each.to(device) for each in found.values())]
+        ).amax()
+        what = "whether all ranks' gradients are finite"
+        group.all_reduce(on_any, what, dist.ReduceOp.MAX).wait()
+        # If none of a rank's experts was used it has checked nothing, which scalers reject.
+        return {place: on_any.to(place, copy=True) for place in found or (device,)}
 
 
 def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:

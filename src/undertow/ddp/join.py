@@ -9,11 +9,17 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
+from undertow.buckets.facts import FactCodec
 from undertow.config import refused
+from undertow.plan.facts import FactKind
 from undertow.sync.gradient_sync import GradientSync
+
+_ACTIONS = {
+    "offers": FactKind.RANK_FLAGS,  # its tensors, which the others take over
+    "synchronizes": FactKind.RANK_FLAGS,  # in the backward that follows
+}
 
 
 class UnevenInputs(Join):
@@ -67,7 +73,7 @@ class ShadowHook(JoinHook):
         if is_enabled:
             if sync.experts:
                 raise refused("experts", "join", where="join")
-            if sync._steps is not None:
+            if sync._own.sharded_steps is not None:
                 raise refused("join", "shards", where="join")
             if sync.outer is not None:
                 raise refused("join", "outer", where="join")
@@ -75,11 +81,11 @@ class ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
-        source, synchronizes = _exchange(self.sync)
+        source, synchronizes = _exchange_actions(self.sync)
         if source is not None:
-            self.sync._synchronize_buffers(source=source)
+            self.sync._own.synchronize_buffers(source=source)
         if synchronizes:
-            self.sync._shadow()
+            self.sync._own.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives every rank the model of a rank that trained to the end.
@@ -88,11 +94,11 @@ class ShadowHook(JoinHook):
         """
         self.sync._group.borrowers.discard("join")
         self.sync._engine.progress.join_ends()
-        source, _ = _exchange(self.sync, source=self.sync.rank if is_last_joiner else None)
-        self.sync._share(("parameters", "buffers"), source=source or 0)
+        source, _ = _exchange_actions(self.sync, offers=is_last_joiner)
+        self.sync._whole.share(("parameters", "buffers"), source=source or 0)
 
     def rescale(self, num_active: int) -> None:
-        """Makes means run over `num_active` ranks, unless they are to be over all ranks."""
+        """Makes means run over `num_active` ranks, unless the user wants them over all ranks."""
         is_over_all = self._divides_by_initial_world_size
         self.sync._engine.progress.rescale = (
             1.0 if is_over_all else self.sync.num_ranks / max(1, num_active)
@@ -110,24 +116,26 @@ class ShadowHook(JoinHook):
                 work.wait()
                 num_active = int(work.get_future().value()[0].item())
         self.rescale(num_active)
-        source, _ = _exchange(
-            sync,
-            source=sync.rank if with_buffers else None,
-            synchronizes=sync._engine.synchronizes,
+        source, _ = _exchange_actions(
+            sync, offers=with_buffers, synchronizes=sync._engine.synchronizes
         )
         return source
 
 
-def _exchange(
-    sync: GradientSync, *, source: int | None = None, synchronizes: bool = False
+def _exchange_actions(
+    sync: GradientSync, *, offers: bool = False, synchronizes: bool = False
 ) -> tuple[int | None, bool]:
     """Exchanges the next action of active ranks.
 
     Returns the highest rank that offers its tensors, and True if any rank's backward will
     synchronize.
     """
-    said = torch.tensor([-1 if source is None else source, synchronizes], device=sync._group.device)
-    what = "all ranks, to learn which of them still train"
-    sync._group.all_reduce(said, what, dist.ReduceOp.MAX).wait()
-    highest, any_synchronizes = said.tolist()
-    return None if highest < 0 else highest, bool(any_synchronizes)
+    group = sync._group
+    codec = FactCodec.alone(_ACTIONS, rank=group.rank, num_ranks=group.num_ranks)
+    said = torch.zeros(codec.numel, device=group.device)
+    marked = {"offers": offers, "synchronizes": synchronizes}
+    for name, is_set in marked.items():
+        codec.write_flags(said, {name: [group.rank] if is_set else []})
+    group.all_reduce(said, "all ranks, to learn which of them still train").wait()
+    told = codec.flags((said != 0).tolist())
+    return max(told["offers"], default=None), bool(told["synchronizes"])

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from undertow.config import SyncConfig, replaced
 from undertow.ddp import arguments
 from undertow.ddp.attach import checked, synchronized
+from undertow.ddp.averaged import require_averaged
 from undertow.ddp.join import ShadowHook, UnevenInputs
-from undertow.errors import require
+from undertow.ddp.no_reducer import NoReducer
 from undertow.outer.outer_sync import OuterSync
 from undertow.plan import Plan
 from undertow.sync.gradient_sync import GradientSync
@@ -27,23 +28,6 @@ from undertow.torch_private import private, tables
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-
-
-class NoReducer:
-    """`model.reducer`: accepts the announcements that frameworks make to the C++ reducer of torch's
-    class, and ignores them.
-
-    A backward decides whether to synchronize when it runs, from the parameters it reaches.
-    Lightning's manual optimization, Accelerate's `trigger_sync_in_backward` and torch's pipeline
-    stages tell torch's reducer that a backward is to synchronize although its forward ran under
-    `no_sync`. They call only these methods.
-    """
-
-    def prepare_for_backward(self, *_outputs: object) -> None:
-        """Does nothing: parameters that the outputs do not reach need not be known before
-        backward."""
-
-    _rebuild_buckets = _delay_all_reduce = prepare_for_backward
 
 
 def _of_sync(
@@ -220,7 +204,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
                 return _call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
-                self.sync._forward_ends()
+                self.sync._whole.forward_ends()
 
     @private.untraced
     def finish(self) -> None:
@@ -283,7 +267,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     def will_sync_module_buffers(self) -> bool:
         """Returns True if the next training forward synchronizes buffers."""
-        return self._are_buffers_due and bool(self.sync._members.common_buffers.buffers)
+        return self._are_buffers_due and self.sync._own.has_buffers
 
     def join(
         self,
@@ -309,7 +293,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         Raises:
             PhaseError: With a ShardedOptimizer, and for a model with experts.
         """
-        self.sync._require_open("join()")
+        self.sync._own.require_open("join()")
         return UnevenInputs(
             self,
             enable,
@@ -365,7 +349,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self._sync_module_buffers(0)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self.sync._synchronize_buffers(source=authoritative_rank)
+        self.sync._own.synchronize_buffers(source=authoritative_rank)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         # Lightning would advise setting it, and nothing depends on it.
@@ -383,47 +367,21 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     def _forward_begins(self, *, is_compiled: bool) -> bool:
         """Called before each forward; returns True if torch.compile is to cut graphs."""
         sync = self.sync
-        is_as_made = self._modules.get("module") is sync._module and len(self._modules) == 1
+        is_as_made = self._modules.get("module") is sync._own.module and len(self._modules) == 1
         if not is_as_made or self._parameters or self._buffers:
-            self._require_averaged()
+            require_averaged(self, sync._own.module, rank=sync.rank)
         follows = self._are_buffers_due
         source = 0 if follows else None
-        if self._shadow is not None and self._join_config.enable and sync._is_training_forward:
+        if (
+            self._shadow is not None
+            and self._join_config.enable
+            and sync._whole.is_training_forward
+        ):
             # others still wait in a round whose backward has failed here
-            sync._engine.finish_round()
+            sync._engine.rounds.finish()
             source = self._shadow.announce_forward(self, with_buffers=follows)
-        sync._forward_begins(buffers_follow=source, is_compiled=is_compiled)
-        return sync._engine.current_plan.compiled.cut_bytes > 0
-
-    def _require_averaged(self) -> None:
-        """Raises ConfigError if a backward may reach something that was registered on the wrapper
-        itself, not on its module."""
-        if not torch.is_grad_enabled():
-            return
-        module, wrapped = self._modules.get("module"), self.sync._module
-        require(
-            module is not None and private.unwrapped(module) is private.unwrapped(wrapped),
-            f"model.module was {type(wrapped).__name__} when it was wrapped, and now is "
-            f"{type(module).__name__}: nobody averages "
-            "the gradients of the new one.",
-            where=f"DistributedDataParallel, rank {self.sync.rank}",
-            remedy="Wrap the new module, after close() of this wrapper; or change parts inside "
-            "of model.module.",
-        )
-        known = {id(param) for _, param in tables.named_parameters(wrapped)}
-        trained = (
-            name
-            for name, param in tables.named_parameters(self)
-            if param.requires_grad and id(param) not in known
-        )
-        name = next(trained, next(iter(self._buffers), None))
-        require(
-            name is None,
-            f"{name!r} was registered on the wrapper, and not on its module: nobody synchronizes "
-            "it.",
-            where=f"DistributedDataParallel, rank {self.sync.rank}",
-            remedy="Register it on model.module, or on the module before it is wrapped.",
-        )
+        sync._whole.forward_begins(buffers_follow=source, is_compiled=is_compiled)
+        return sync._whole.cut_bytes() > 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns everything except this process's state.

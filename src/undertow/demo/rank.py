@@ -1,6 +1,7 @@
 """Runs one rank of the demo.
 
-Trains the same model in several variants, one step of each in turn, and measures all alike.
+Trains the same model in several variants, one step of each in turn, and measures all in the same
+way.
 """
 
 import contextlib
@@ -96,7 +97,7 @@ def run_rank(rank: int, settings: DemoSettings, folder: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that has started it is gone, which cannot do it any more."""
+    """Ends this process when its parent is gone, which can no longer end it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -156,7 +157,7 @@ def _train_alone(run: "WayRun", batches: Tensor, progress: Progress, bar: TaskID
 
 
 def _batches(settings: DemoSettings) -> Tensor:
-    """Returns this rank's batches, [step, sequence, byte], alike for all variants.
+    """Returns this rank's batches, [step, sequence, byte], the same for all variants.
 
     From random places of the text.
     """
@@ -380,7 +381,7 @@ def _phase(kind: str, start_us: float, stop_us: float) -> Event:
 
 def trace_of(phases: Trace, transfers: Sequence[Carried], recorded: Trace | None = None) -> Trace:
     """Returns one step as events, in time since its forward began: its phases, and the parts of
-    transfers that lie in it, whichever step has launched them.
+    transfers that lie in it, launched by any step.
 
     With shards the library has `recorded` how long the forward waited for parameters.
     """

@@ -59,7 +59,9 @@ def run_demo(settings: DemoSettings, console: Console | None = None) -> int:
     console.print("")
     wrong = [WAYS[done.way] for done in results if not done.is_right]
     if wrong:
-        print_line(console, f"Other results than the first way's: {', '.join(wrong)}.", "bold red")
+        print_line(
+            console, f"Results differ from the first variant: {', '.join(wrong)}.", "bold red"
+        )
         return 1
     print_line(console, f"{headline(results)}; {_sameness(settings, results)}.", "bold")
     return 0
@@ -92,21 +94,19 @@ def _sameness(settings: DemoSettings, results: Sequence[WayDone]) -> str:
 
 
 def _print_introduction(console: Console, settings: DemoSettings) -> None:
-    """Prints the settings and anything that will blur the figures."""
+    """Prints the settings, and warnings about inexact figures."""
     link = f"an emulated {settings.link} link"
     if settings.link == "none":
         link = "the bare loopback"
     ranks = f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
     print_line(
         console,
-        f"Training one model {len(settings.ways)} ways: {ranks} on this machine, "
+        f"Training one model in {len(settings.ways)} variants: {ranks} on this machine, "
         f"gradients over {link}.",
     )
     num_cores = os.cpu_count() or 1
     if settings.num_ranks == 1:
-        console.print(
-            "[yellow]One rank has nobody to talk to: there will be no communication to hide.[/]"
-        )
+        console.print("[yellow]With one rank there is no communication to hide.[/]")
     if settings.num_ranks > num_cores:
         console.print(
             f"[yellow]{ranks} share {num_cores} cores: computation will take longer "
@@ -115,7 +115,7 @@ def _print_introduction(console: Console, settings: DemoSettings) -> None:
 
 
 def train(settings: DemoSettings) -> list[WayDone]:
-    """Trains in new processes, of which rank 0 shows the progress, and always ends them.
+    """Trains in new processes and always ends them; rank 0 shows the progress.
 
     Raises UndertowError if one fails or dies.
     """

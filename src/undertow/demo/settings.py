@@ -36,7 +36,7 @@ WAYS: Mapping[str, str] = {
     OUTER: "Undertow, outer",
 }
 OURS = frozenset({"undertow", INT8, "zero1", "zero2", OUTER})
-RESULTS = "results"  # the file in which rank 0 leaves them
+RESULTS = "results"  # the file that rank 0 writes them to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,7 +151,7 @@ def step_in_join(where: str) -> PhaseError:
 
 
 def warn_of_late_average(where: str, *, follows_forward: bool) -> None:
-    """Warns of a step on gradients that only now are averaged; they follow forwards of the wrapper
+    """Warns of a step on gradients that are averaged only now; they follow forwards of the wrapper
     inside `accumulate()`, or none."""
     what, remedy = "no training forward of the wrapper preceded their backward", _CALL_THE_WRAPPER
     if follows_forward:

@@ -22,7 +22,8 @@ from undertow.engine.round import Round, RoundKind
 from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
 from undertow.plan import Plan
 from undertow.ranks import faults
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
@@ -49,7 +50,7 @@ class Finding:
     """Gradients that are not finite; the same on every rank."""
 
     params: tuple[str, ...]  # in the order of the model
-    ranks: tuple[int, ...]  # none where only the sum is known
+    ranks: tuple[int, ...]  # empty if only the sum is known
     where: str
 
     @property
@@ -108,7 +109,7 @@ class NonFinite:
         Earlier findings count as long as they are part of the sum.
         """
         if ended.found.keeps_earlier and self._finding is not None and not self._is_judged:
-            # what was found first comes back from every rank, with the mean of the earlier
+            # the first finding comes back from every rank, with the mean of the earlier
             # synchronization
             return
         if ended.found.nonfinite and not ended.has_failed:
@@ -244,7 +245,7 @@ class Loads:
         self._group = group
         self._settled_in: int | None = None  # the synchronization after which all have compared
 
-    def begins(self, _module: object) -> None:
+    def begins(self) -> None:
         """Called before a load."""
         self.are_here = self.are_known = True
 
@@ -267,9 +268,8 @@ class Loads:
 
 
 def has_bits(param: Tensor) -> bool:
-    """Returns True except for parameters that are more, or less, than their elements.
-
-    Quantized ones, ones to be made.
+    """Returns False for parameters that are more, or less, than their elements: quantized and
+    uninitialized ones.
     """
     is_dense = param.layout is torch.strided and not param.is_meta
     return type(param) is nn.Parameter and is_dense

@@ -128,7 +128,7 @@ class CompiledPlan:
     def run(self, kind: OpKind, act: Callable[[LiveBucket], object], bucket: LiveBucket) -> None:
         """Calls `act(bucket)`, which is an op of this kind: it packs, sends, binds or gathers.
 
-        Tests may watch ops, and torch's profiler shows them. If one fails, every rank is told:
+        Tests can watch ops, and torch's profiler shows them. If an op fails, all ranks learn of it:
         others wait for its message, unless it only binds.
         """
         try:
@@ -163,12 +163,12 @@ class CompiledPlan:
 
     def is_completed(self) -> bool:
         """Returns True if the collectives of all buckets are complete."""
-        return all(handle.is_completed() for bucket in self.buckets for handle in bucket.handles)
+        return all(bucket.transfer.is_completed() for bucket in self.buckets)
 
     def note_known(self) -> None:
         """Called when a step begins: marks present tensors in `.grad` as known."""
         for bucket in self.buckets:
-            bucket.note_known()
+            bucket.gradients.note_known()
 
     def written(self, params: Collection[int]) -> set[int]:
         """Returns the `params` whose `.grad` was written without a gradient from autograd."""
@@ -178,13 +178,13 @@ class CompiledPlan:
             param
             for bucket in self.buckets
             for position, param in enumerate(bucket.spec.params)
-            if param in params and bucket.is_written(position)
+            if param in params and bucket.gradients.is_written(position)
         }
 
     def has_result(self) -> bool:
         """Returns True if some `.grad` still holds the result of a round, changed or not, and was
         not zeroed."""
-        return any(bucket.has_result() for bucket in self.buckets)
+        return any(bucket.gradients.has_result() for bucket in self.buckets)
 
     def release_messages(self) -> None:
         """Frees the memory that exchanges keep for later messages."""
@@ -193,11 +193,9 @@ class CompiledPlan:
                 exchanges.release()
 
     def let_go(self) -> None:
-        """Frees the buckets. The next plan's buckets then take no pages that are new to the
-        process.
-
-        If memory is too small for them, this plan is gone too, and training ends.
+        """Frees the buckets. The next plan's buckets then reuse the pages of the process. If memory
+        is too small for them, this plan is gone too, and training ends.
         """
-        made = self.__dict__.get("buckets", ())  # none if their memory could not be had
+        made = self.__dict__.get("buckets", ())  # empty if there was no memory for them
         for bucket in made:
             bucket.release()

@@ -1,5 +1,5 @@
-"""The parameters and the plan in force: how they are made, and how all ranks change them
-together.
+"""The parameters and the plan in force: how they are made, and how a change of the module is found
+and followed.
 
 Reasons: docs/design/plan-changes.md.
 """
@@ -7,16 +7,14 @@ Reasons: docs/design/plan-changes.md.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar, Protocol, TypeAlias
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from undertow.buckets.bucket import Layout
 from undertow.buckets.comm_hook import CommHook
@@ -35,13 +33,12 @@ from undertow.engine.hooks import (
     earlier_watchers,
 )
 from undertow.engine.params import ModuleParams
-from undertow.engine.tuning import Tuning
+from undertow.engine.tuning import Tuning, order_of
 from undertow.errors import PhaseError, require
-from undertow.plan import Plan, first_plan, plan_in_order
+from undertow.plan import Plan, first_plan
 from undertow.ranks.agreement import BUILD_ALIKE, surroundings
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.transport import OwnGroup
 
-_log = logging.getLogger("undertow")
 _Tokens: TypeAlias = weakref.WeakKeyDictionary["CurrentPlan", BackwardToken]
 
 
@@ -64,14 +61,8 @@ class Shards(Protocol):
     def lay_out(self) -> None:
         """Called when other parameters are in force, whole on every rank: lays them out."""
 
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """Whether every rank has the memory of the plan in force, on its way."""
-
-    before: Plan  # the plan that all return to if one has not
-    failed: Tensor  # [1] int64: a rank that has not, or -1
-    handle: Handle
+    def require_stepper(self, optimizer: Optimizer) -> None:
+        """Raises PhaseError unless `optimizer` updates shards."""
 
 
 class CurrentPlan:
@@ -81,14 +72,13 @@ class CurrentPlan:
     `is_active` if there are rounds.
 
     A look at the module finds a change. It is a value: nothing follows it before all ranks
-    `rebuild`, and the next look may find another one or none, as when
+    `rebuild`, and the next look may find another one or none, for example when
     torch.func.functional_call puts other parameters into the module for one call. Until then hooks
     tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
     """
 
-    # Models of this process whose ranks are about to wait for each other, each with the backward in
-    # which that is: one backward may reach several. Threads of other ranks are there in tests only.
-    _voting: ClassVar[_Tokens] = weakref.WeakKeyDictionary()
+    # Models of this process that are about to rebuild, each with the backward that does it: one
+    # backward may reach several. Other ranks run as threads of this process in tests only.
     _leaving: ClassVar[_Tokens] = weakref.WeakKeyDictionary()
     _numbers: ClassVar[Iterator[int]] = count()  # in the order in which models are made
 
@@ -104,7 +94,6 @@ class CurrentPlan:
         self._recorder, self._listeners = recorder, listeners
         self._number = next(self._numbers)
         self.change: Change | None = None
-        self.vote: Vote | None = None  # no bucket leaves before `end_vote`
         self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
         # parameters of the plan, by id, that the last forward has found frozen or gone
@@ -174,7 +163,7 @@ class CurrentPlan:
         if self.members.has_changed() or (self.change is not None and not self.members.are_lent()):
             self._set_change()
         self.is_stale = False
-        if not self.is_active and self.change is not None:  # one rank agrees with nobody
+        if not self.is_active and self.change is not None:  # one rank has no other to agree with
             self.follow()
 
     def _set_change(self, *, begins_forward: bool = False) -> None:
@@ -223,10 +212,12 @@ class CurrentPlan:
         """True if a model that was made earlier on this rank is about to rebuild.
 
         Ranks wait in a rebuild, and one backward may reach the models in another order on another
-        rank. So the models of a rank rebuild in the order in which they were made.
+        rank. So the models of a rank rebuild in the order of their construction.
         """
-        others = self._others_in(self._leaving)
-        return self in self._leaving and any(each._number < self._number for each in others)
+        return self in self._leaving and any(
+            each._number < self._number and each.group.name == self.group.name and is_running
+            for each, is_running in list(self._leaving.items())
+        )
 
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
@@ -234,7 +225,7 @@ class CurrentPlan:
         return list(dict.fromkeys((*self.hooks.params, *(param for _, param in changed))))
 
     def prepare_to_leave(self) -> None:
-        """Called before ranks leave the plan in force: `.grad` holds all that it has brought.
+        """Called before ranks leave the plan in force: `.grad` holds all its results.
 
         Raises ConfigError if another engine watches a parameter of the change, because gradients
         must be averaged once, and PhaseError if ranks have shards of gradients.
@@ -263,7 +254,7 @@ class CurrentPlan:
     def follow(self) -> None:
         """Puts the change in force."""
         change, hooks = self.change, self.hooks
-        assert change is not None  # else nobody calls this
+        assert change is not None  # else this is not called
         arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
         hooks.close()
         self._put_in_force(change, before=self.compiled)
@@ -283,15 +274,14 @@ class CurrentPlan:
             )
 
     def note_written(self) -> None:
-        """Counts gradients that something other than autograd has written into `.grad`, which
-        another plan cannot tell."""
+        """Counts gradients that other code than autograd has written into `.grad`, which another
+        plan cannot detect."""
         if self.is_active:
             self.hooks.arrived_before |= self.compiled.written(range(len(self.compiled.params)))
 
     def close(self) -> None:
         """Removes all hooks."""
         self._end_registrations()
-        self._voting.pop(self, None)
         self._leaving.pop(self, None)
         self.compiled.reducer.close()
         self.hooks.close()
@@ -322,79 +312,10 @@ class CurrentPlan:
             self.note_written()
             self.follow()
 
-    def adopt_plan(self) -> None:
-        """Called when a round begins: moves to the plan in rank 0's order, or to the next one that
-        is tried; before the first round opens the group.
+    def move(self, plan: Plan) -> None:
+        """Puts another plan of the same parameters in force, between two rounds.
 
-        Shards take over the order before the optimizer steps.
-        """
-        if not self.group.is_open:
-            self.open_group()
-        tuning = self.hooks.tuning
-        if tuning is None or tuning.is_quiet or self.compiled.strategy.gather is not None:
-            return
-        if (plan := tuning.planned(self.compiled.plan)) is not None:
-            self.note_written()
-            self._move(plan)
-        if (plan := tuning.tried(self.compiled.plan)) is not None:
-            self.note_written()
-            if tuning.is_new:
-                self._try(plan)
-            else:
-                self._move(plan)
-
-    def _try(self, plan: Plan) -> None:
-        """Moves to a plan that is new, and tells the other ranks if its memory can be had here.
-
-        No bucket leaves before `end_vote`.
-        """
-        before, group = self.compiled.plan, self.group
-        failed = -1
-        try:
-            self._move(plan)
-        except Exception as error:
-            failed = group.rank
-            _log.warning("A plan could not be tried on rank %s: %s", group.name, error)
-        told = torch.tensor([failed], dtype=torch.int64).to(group.device)
-        name = "whether every rank has the next plan"
-        self.vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
-        self._voting[self] = BackwardToken()
-
-    @property
-    def is_other_voting(self) -> bool:
-        """True if the plan of another model on this rank waits for a vote, and sends nothing before
-        it ends."""
-        return bool(self._others_in(self._voting))
-
-    def _others_in(self, tokens: _Tokens) -> list[CurrentPlan]:
-        """Returns the other models of this rank that wait in a backward which is not over."""
-        rank = self.group.name
-        return [
-            each
-            for each, is_running in list(tokens.items())
-            if each is not self and each.group.name == rank and is_running
-        ]
-
-    def end_vote(self) -> None:
-        """Waits until all ranks have told if they have the plan; if one has not, all return to the
-        plan before."""
-        vote, self.vote = self.vote, None
-        if vote is None:
-            return
-        self._voting.pop(self, None)
-        vote.handle.wait()
-        rank = int(vote.failed.item())
-        if rank >= 0:
-            hooks = self.hooks
-            assert hooks.tuning is not None  # it has asked for the plan
-            hooks.tuning.cannot_try(self.group.names[rank])
-            hooks.arrived_before |= hooks.arrivals.arrived  # in this backward
-            self._move(vote.before)
-
-    def _move(self, plan: Plan) -> None:
-        """Puts another plan of the same parameters in force.
-
-        What was written into gradients is noted before.
+        Notes before it which gradients were written.
         """
         before = self.compiled
         # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
@@ -404,47 +325,6 @@ class CurrentPlan:
         )
         _ = self.compiled.buckets
         self.hooks.regroup(plan)
-
-    def shard_plan(self, updates: Mapping[int, tuple[int, bool]]) -> Plan:
-        """Returns the plan for shards, in rank 0's order if that has arrived.
-
-        `updates` has for each parameter, by id, the number of the optimizer that updates it, and
-        if one rank updates all of it.
-
-        Raises PhaseError if parameters change.
-        """
-        if self.change is not None:
-            raise PhaseError(
-                "an optimizer steps after its parameters have changed and before gradients of "
-                "the new ones are averaged.",
-                where=f"rank {self.group.name}",
-                remedy="Run a forward and a backward between the change and the step.",
-            )
-        members, hooks = self.members, self.hooks
-        members.updates = updates
-        specs = members.specs(hooks.named_params)
-        now = dataclasses.replace(
-            self.compiled.plan, params=tuple(specs), num_shards=self.group.user.num_shards
-        )
-        config = self.compiled.reducer.config
-        order = None if hooks.tuning is None else hooks.tuning.order()
-        num_ranks, num_shards = now.num_ranks, now.num_shards
-        if config.plan is not None:
-            return first_plan(now.params, config, num_ranks=num_ranks, num_shards=num_shards)
-        return plan_in_order(
-            now.params,
-            order_of(now) if order is None else order,
-            config,
-            num_ranks=num_ranks,
-            num_shards=num_shards,
-            has_shards=True,
-        )
-
-    @property
-    def has_order(self) -> bool:
-        """True if rank 0's order is on its way, for the next `shard_plan`."""
-        tuning = self.hooks.tuning
-        return tuning is not None and not tuning.is_quiet
 
     def follow_layout(self, plan: Plan, layout: Layout) -> None:
         """Lays out the same parameters as `layout` says."""
@@ -540,8 +420,3 @@ class CurrentPlan:
 def _mark_stale(plans: CurrentPlan | None) -> None:
     if plans is not None:
         plans.is_stale = True
-
-
-def order_of(plan: Plan) -> list[int]:
-    """Returns the parameters in the order of the buckets."""
-    return [param for bucket in plan.buckets for param in bucket.params]

@@ -55,8 +55,7 @@ class GradientFactor:
         """Applies to the gradients of these parameters only, frozen ones included: they may be
         unfrozen for a backward.
 
-        Gradients of parameters that are new since the last call arrived before anybody followed
-        them.
+        If a parameter is new since the last call, its gradient arrived before it was followed.
         """
         before = self._params
         self._params = dict.fromkeys(filter(private.may_train, params))
@@ -71,7 +70,7 @@ class GradientFactor:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """The functions of `owner` that hooks on parameters call."""
+    """The methods of an `Engine`, the owner, that hooks on parameters call."""
 
     owner: object
     on_backward: Callable[[int], object]  # with a backward whose first gradient arrives
@@ -152,7 +151,7 @@ class ParamHooks:
                 self.outside[key] = param
 
     def has_thawed(self) -> bool:
-        """Returns True if one of the watched parameters is trained now, and no engine waits for its
+        """Returns True if a watched parameter is trained now and no engine waits for its
         gradient."""
         params = [param for param, _ in self.watched.values()]
         # Runs in every round, hence a loop in C; most models have no frozen parameters.
@@ -202,7 +201,7 @@ class ParamHooks:
 
 
 class BackwardToken:
-    """True until the backward is over in which it was made, also by an exception.
+    """True until the backward that it was made in ends, normally or by an exception.
 
     False at once if it was made outside of a backward. Only the backward holds the callback.
     """
@@ -290,8 +289,8 @@ def _watchers_of(param: Tensor) -> Iterator[Any]:
 
 
 def is_outermost_forward() -> bool:
-    """Returns False in a recomputation inside a backward and in an evaluation, for which no other
-    rank waits."""
+    """Returns False in a recomputation inside a backward and in an evaluation: other ranks do not
+    wait for these."""
     return private.graph_task_id() == -1 and torch.is_grad_enabled()
 
 
@@ -345,7 +344,7 @@ class _BackwardEnd:
             self._outermost.on_end()
             return
 
-        # as it is if that node raises: then no end is to come, though this object may stay
+        # If that node raises, the end never comes, although this object may stay alive.
         self._outermost.on_gone()
 
         # The task ran inside a node of an outer one: when that node is done, wait for the end of

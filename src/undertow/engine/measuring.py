@@ -12,7 +12,8 @@ from torch import Tensor
 
 from undertow.buckets.recorder import Recorder
 from undertow.plan import Plan
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.schedule import Arrivals
 from undertow.trace import StepRecord
 from undertow.tune import Measured, array_of_records, measurement_from_array

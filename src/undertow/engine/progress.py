@@ -33,9 +33,9 @@ class Gradients(IntEnum):
 
 
 class Accumulated(IntEnum):
-    """What has run inside `accumulate()` since the last synchronization, without communication.
+    """Lists what can run inside `accumulate()` between two synchronizations, without communication.
 
-    More replaces less.
+    A larger value replaces a smaller one.
     """
 
     NOTHING = auto()
@@ -91,8 +91,8 @@ class Steps:
         """Part of the signature: ranks differ if one has stepped since the last round and another
         has not.
 
-        None, which accepts the others' mode, on a rank that leaves steps to another one, or steps
-        without torch's optimizers.
+        None on a rank that does not step itself, or steps without torch's optimizers; it then
+        accepts the mode of the others.
         """
         return int(self._params == set()) if self._have_ever_been else None
 
@@ -100,7 +100,7 @@ class Steps:
     def digest(self) -> int | None:
         """The same on ranks that have stepped with the same settings.
 
-        None, which accepts the others', on a rank that has not.
+        None on a rank that has not stepped; it then accepts the digest of the others.
         """
         return digest_of(self.settings) if self.settings else None
 
@@ -137,9 +137,9 @@ class Progress:
     """The state of an engine that outlives a round.
 
     A rank owes a round when a training forward ran and no round has followed: the other ranks may
-    be waiting in theirs. An optimizer whose parameters have not stepped since the last round steps
-    on what that round has brought; a forward in between was for something else. A backward that
-    follows no forward since all parameters were stepped is this rank's own.
+    be waiting in theirs. If an optimizer's parameters have not been stepped since the last round,
+    it uses that round's gradients, even if a forward ran in between. A backward is this rank's own
+    if no forward has run since all parameters were stepped.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Progress:
         self.gradients = Gradients.SOUND
         self.has_accumulated = False  # since the last synchronization
         self.accumulated = Accumulated.NOTHING
-        # by id, parameters that have stepped inside `accumulate()` on what has accumulated
+        # by id, parameters that have stepped inside `accumulate()` on the accumulated gradients
         self.stepped_alone: set[int] = set()
         self.has_told_of_average = False  # before a step, outside of backward
         self.are_buffers_due = True  # before the next training forward, unless it continues a step

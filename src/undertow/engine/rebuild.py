@@ -17,7 +17,7 @@ from undertow.engine.round import Round, RoundKind, Terms
 def tell_of_change(plans: CurrentPlan, terms: Terms) -> Round:
     """Sends the buckets of the plan in force, without gradients and with the flag "changed".
 
-    A rank that has not changed is in a usual round, so both find out. Waits for nobody. Raises
+    A rank that has not changed is in a usual round, so both find out. Does not wait. Raises
     ConfigError if another engine has new parameters, and PhaseError if ranks hold shards of
     gradients.
     """
@@ -30,7 +30,7 @@ def tell_of_change(plans: CurrentPlan, terms: Terms) -> Round:
 
 
 def rebuild(plans: CurrentPlan, told: Round) -> None:
-    """Puts the change in force, after every rank has told of its own in the round `told`.
+    """Puts the change in force, after every rank has announced its change in the round `told`.
 
     Waits for all ranks. Raises on every rank PlanMismatch if the ranks have changed differently,
     and ReplicaMismatch if a new parameter has other values on some of them.
@@ -59,14 +59,14 @@ def require_changed_alike(plans: CurrentPlan, ended: Round) -> None:
         return
     # On the host every rank has read the same and is here now, and the comparison names a
     # parameter. On a device the other ranks read later, when this one is gone. If this rank's
-    # backward has failed, the others have raised PeerFailed already, and nobody would answer.
+    # backward has failed, the others have raised PeerFailed already, and would not answer.
     if plans.group.hardware.is_host and not ended.has_failed:
         _require_described_alike(plans, change)
     raise error
 
 
 def _require_described_alike(plans: CurrentPlan, change: Change | None) -> None:
-    """Raises PlanMismatch, on every rank, if the ranks' changes differ; None is no change."""
+    """Raises PlanMismatch, on every rank, if the ranks' changes differ; None means no change."""
     compiled = plans.compiled
     plan, params, reducer = compiled.plan, compiled.params, compiled.reducer
     if change is not None:
@@ -91,7 +91,7 @@ def _require_same_values(plans: CurrentPlan, told: Round) -> None:
                 name,
                 by_rank,
                 where=f"it was added or unfrozen, synchronization {told.terms.number}",
-                remedy="Initialize it alike on every rank, as by the same seed; or call "
+                remedy="Initialize it with the same seed on every rank; or call "
                 "broadcast_parameters() after adding it and before the forward. Drop the gradients "
                 "of this step by zero_grad().",
             )

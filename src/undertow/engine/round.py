@@ -16,7 +16,8 @@ from typing import TypeAlias, Union
 import torch
 
 from undertow.buckets.bucket import LiveBucket
-from undertow.buckets.trailer import Facts, Reading
+from undertow.buckets.facts import Facts
+from undertow.buckets.trailer import Reading
 from undertow.device import Accelerator
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
@@ -99,10 +100,10 @@ class Round:
         start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] `conclude`
         buckets leave as they fill, in the order of the plan, so that all ranks send alike
 
-    It is there from its first gradient on, and starts at once, or after a rebuild when its backward
+    It exists from its first gradient on. It starts at once, or after a rebuild when its backward
     has ended. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait for
-    other ranks, and returns the next stage, or None. The last one calls `conclude`, which may
-    return further ones.
+    other ranks, and returns the next stage, or None. The last one calls `conclude`, a method of
+    `Rounds`.
     """
 
     kind: RoundKind
@@ -111,7 +112,7 @@ class Round:
     holds_back: bool = False  # no bucket leaves before the end of backward
     conclude: Callable[[Round], Stage | None] | None = None  # the end; None before a rebuild
     has_started: bool = False
-    has_ended: bool = False  # its backward; then stage after stage runs, until there is none
+    has_ended: bool = False  # its backward; then stage after stage runs, until none is left
     stage: Stage | None = None  # the next one after backward; None while one runs
     has_failed: bool = False  # on this rank
     found: Findings = field(default_factory=Findings)
@@ -132,7 +133,7 @@ class Round:
             is_synchronized=self.kind is not RoundKind.ACCUMULATE
         )
 
-    def end(self, first: Stage) -> None:
+    def backward_ended(self, first: Stage) -> None:
         """Called when its backward has ended, once: `first` is the first stage."""
         self.stage, self.has_ended = first, True
 
@@ -140,8 +141,8 @@ class Round:
     def _bucket_is_full(self, index: int) -> None:
         """Called when all gradients of a bucket have arrived.
 
-        It leaves if those before it have left. The last one waits for the end of backward, because
-        its trailer has what a rank knows only then.
+        Sends it if all buckets before it were sent. The last one waits for the end of backward,
+        because its trailer has facts that a rank knows only then.
         """
         if self.kind is RoundKind.ACCUMULATE:
             self._keep(self.compiled.buckets[index])
@@ -157,7 +158,7 @@ class Round:
         if self.hooks is not None and not self.has_failed:
             arrivals = self.hooks.arrivals
             absent = arrivals.absent
-            if absent:  # what something other than autograd has written into `.grad` counts as well
+            if absent:  # gradients that other code than autograd has written into `.grad` count too
                 arrivals.note(self.compiled.written(absent - self.hooks.arrived_before))
         if self.kind is RoundKind.ACCUMULATE:
             for bucket in buckets:
@@ -179,7 +180,7 @@ class Round:
         self.num_sent += 1
         compiled.group.watch.check()
         compiled.run(OpKind.PACK, self._pack, bucket)
-        compiled.run(bucket.reduction, self._launch, bucket)
+        compiled.run(bucket.transfer.kind, self._launch, bucket)
         if compiled.strategy.crossing is not None:
             compiled.run(compiled.strategy.crossing, self._launch_across, bucket)
 
@@ -197,13 +198,13 @@ class Round:
         if not late_buckets:
             return self.conclude(self)
         for index in late_buckets:
-            self.compiled.buckets[index].launch_late()
+            self.compiled.buckets[index].start_late()
         return self._add_late
 
     def _add_late(self) -> Stage | None:
         """Waits for these gradients, and adds them."""
         for bucket in self.compiled.buckets:
-            bad = bucket.bind_late(rescale=self.terms.rescale)
+            bad = bucket.finish_late(rescale=self.terms.rescale)
             if bad:
                 found, index = self.found.nonfinite, bucket.spec.index
                 found[index] = bad | found.get(index, frozenset())
@@ -221,14 +222,14 @@ class Round:
 
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
-        recorder, hooks = self.compiled.recorder, self.hooks
+        hooks = self.hooks
         self._follow_streams(bucket)
-        bucket.marks = recorder.ready(
-            spec.index, num_bytes=bucket.wire_bytes, kind=bucket.reduction
-        )
+        bucket.transfer.mark_ready()
         has_all = hooks is not None and hooks.arrivals.buckets[spec.index].is_full
         not_arrived = () if has_all else self._not_arrived(spec)
-        unused = self.found.unused[spec.index] = bucket.pack(not_arrived)
+        unused = self.found.unused[spec.index] = bucket.pack(
+            not_arrived, is_discarded=self.has_failed or self.kind is RoundKind.RETIRE
+        )
         if hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
             # Without a hook of the user's, the gradient that arrived was undefined, as of a
             # function that returns None for it.
@@ -236,7 +237,7 @@ class Round:
             self.found.taken.update(
                 param for param in gone if users_hooks(self.compiled.params[param])
             )
-        self.found.keeps_earlier |= bool(bucket.live)
+        self.found.keeps_earlier |= bool(bucket.gradients.earlier)
         signature = signature_of(
             generation=self.compiled.generation,
             mode=self.terms.mode,
@@ -269,22 +270,12 @@ class Round:
         return self.hooks.not_arrived(spec.params, self.hooks.arrivals.missing(spec.index))
 
     def _launch(self, bucket: LiveBucket) -> None:
-        bucket.launch(
-            is_discarded=self.has_failed or self.kind is RoundKind.RETIRE,
-            turn=self.compiled.turns.now,
-        )
+        bucket.transfer.start(bucket.trailer, self.compiled.turns.now)
         self.compiled.group.makes_call(bucket.label)
-        recorder = self.compiled.recorder
-        # At the end of the backward of one model, a single bucket is waited for at once: the end of
-        # its collective needs no mark.
-        is_alone = len(self.compiled.buckets) == 1 and len(recorder.in_backward) <= 1
-        if not is_alone or private.graph_task_id() == -1:
-            recorder.completes(bucket.marks, bucket.handles[0])
 
     def _launch_across(self, bucket: LiveBucket) -> None:
         """Sends a shard over the second axis of a mesh."""
-        bucket.launch_across()
-        self.compiled.recorder.completes(bucket.marks, bucket.handles[0])
+        bucket.transfer.start_across(self.compiled.turns.now)
 
     def _own_facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some
@@ -311,13 +302,13 @@ class Round:
 
     def _bind(self, bucket: LiveBucket) -> None:
         with self.compiled.group.watch.waiting(bucket.label):
-            bucket.wait()
+            bucket.transfer.finish()
             if self.terms.rescale != 1.0:
-                for value in bucket.values():
+                for value in bucket.gradients.values():
                     value.mul_(self.terms.rescale)
             reading = self._read_trailer(bucket)
             is_retired = self.kind is RoundKind.RETIRE
-            bucket.bind(frozenset() if reading is None or is_retired else reading.used)
+            bucket.gradients.bind(frozenset() if reading is None or is_retired else reading.used)
 
     def _read_trailer(self, bucket: LiveBucket) -> Reading | None:
         """Notes the findings of all ranks in a bucket's trailer, and returns them.

@@ -41,8 +41,8 @@ def settings_of(
     """Returns the settings of each group with `trained` parameters, by id; ranks that step alike
     have the same. `names` has the names of parameters by id.
 
-    Left out are tensors on devices, for which the host would wait, and settings that only choose an
-    implementation.
+    Leaves out tensors on devices, because the host would wait for them, and settings that only
+    choose an implementation.
     """
     kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
     told = [name for name in getattr(optimizer, "defaults", ()) if name not in _IMPLEMENTATION]
@@ -73,13 +73,13 @@ def _first_name(optimizer: Optimizer, params: Sequence[Tensor], names: Mapping[i
 
 
 def digest_of(settings: Settings) -> int:
-    """Returns a number that is the same in all processes, in whatever order optimizers have
-    stepped."""
+    """Returns a number that is the same in all processes, in any order of the optimizers' steps."""
     return sum(zlib.crc32(repr((each.label, each.values)).encode()) for each in settings)
 
 
 def text_of(settings: Settings) -> str:
-    """Returns a line for each setting, whatever the order of the optimizers' steps."""
+    """Returns a line for each setting, in an order that does not depend on the optimizers'
+    steps."""
     return "\n".join(sorted(chain.from_iterable(each.lines() for each in settings)))
 
 
@@ -106,8 +106,8 @@ def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
 
 
 def _other_groups(of_ranks: Mapping[int, Mapping[str, str]], name: str) -> str:
-    """Returns which ranks step another group than that of the setting `name`, such as one of
-    another class, or "" if all ranks step it."""
+    """Names the ranks that step another group than the setting `name` belongs to, such as one of
+    another class; "" if all ranks step it."""
     groups = {
         rank: {each.partition(" of ")[2] for each in of_rank} for rank, of_rank in of_ranks.items()
     }

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from undertow.buckets.recorder import Mark, Recorder
 from undertow.plan import Plan
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.tune import Trials, Verdict
 
 NUM_STEPS_COUNTED = 5  # of a window. The step that ends with a new plan's first round is left out
@@ -29,7 +30,7 @@ _MOST_TIMES_BLOCKED = 100  # windows in which another model of the process tried
 
 
 class _Obstacle(IntEnum):
-    """What keeps a rank from trying plans; the largest of all ranks counts."""
+    """Reasons why a rank cannot try plans; the largest of all ranks counts."""
 
     NONE = 0
     OTHER_MODEL = 1  # two trials at a time would be measured in the same steps
@@ -39,9 +40,8 @@ class _Obstacle(IntEnum):
 class Trying:
     """The windows of the trials of one set of parameters.
 
-        move ──> a round ──> five rounds, whose steps are timed ──> times of all ranks ──> move
-                                                  sent when the last one ends, received when the
-                                                  next one begins
+        move ──> a round ──> five rounds, whose steps are timed ──> one more round ──> move
+                                                        times are sent    and received
 
     Every rank receives the same times, and so moves to the same plan in the same round. Windows
     count only if all their steps accumulate as many forwards, on every rank: a step of another kind
@@ -67,7 +67,7 @@ class Trying:
         self.num_steps = 0  # in all windows so far
         self.stopped = ""  # why it ended before its time
         self.num_drops = num_drops
-        self.sent: Handle | None = None  # `_times` on their way
+        self._sent: Handle | None = None  # `_times` on their way
         self._times = torch.empty(0)  # of the last window on all ranks; see `_send`
         self._recorder, self._group, self._make_trials = recorder, group, make_trials
         self._marks: list[Mark] = []  # the ends of the rounds of this window
@@ -91,35 +91,41 @@ class Trying:
         return self.trials is not None and not self.stopped and self.trials.is_new
 
     @property
-    def is_last_of_window(self) -> bool:
-        """True if the end of the next round sends the times of the window."""
-        return len(self._marks) == self._num_steps_of_window
+    def communicates_next(self) -> bool:
+        """True if the end of the next sound round sends or receives the times of a window."""
+        return self._sent is not None or len(self._marks) == self._num_steps_of_window
 
     @property
     def _num_steps_of_window(self) -> int:
         is_first_in_format = self.is_new and self.trials is not None and any(self.trials.plan.wires)
         return NUM_STEPS_COUNTED + (NUM_FIRST_STEPS if is_first_in_format else 0)
 
-    def round_ends(self, plan: Plan, num_forwards: int) -> None:
-        """Called at the end of a sound round under `plan`, after so many training forwards."""
+    def round_ends(self, plan: Plan, num_forwards: int) -> Plan | None:
+        """Called at the end of a sound round under `plan`, after so many training forwards.
+
+        Returns the plan of the next window in the round after the last one of a window, when the
+        times of all ranks have arrived.
+        """
         if self.trials is None:
             self.trials = self._make_trials(plan)
         self.num_steps += 1
+        if self._sent is not None:
+            return self._next_plan(self._sent)
         self._marks.append(self._recorder.mark())
         self._forwards.append(num_forwards)
         if len(self._marks) > self._num_steps_of_window:
             self._send()
+        return None
 
     def forget_window(self) -> None:
         """Begins the window again, under the same plan."""
         self._marks, self._forwards = [], []
 
-    def next_plan(self) -> Plan:
+    def _next_plan(self, sent: Handle) -> Plan:
         """Receives the times of all ranks, and returns the plan of the next window."""
-        assert self.sent is not None
         assert self.trials is not None
-        sent, self.sent = self.sent, None
         sent.wait()
+        self._sent = None
         *times_ms, most, minus_least, obstacle = self._times.tolist()
         if obstacle != _Obstacle.NONE:
             self._meet(_Obstacle(int(obstacle)))
@@ -140,7 +146,7 @@ class Trying:
             self._leave()
 
     def told(self) -> str:
-        """Returns in words how far trials have come."""
+        """Returns the progress of the trials in words."""
         if self.trials is None:
             return "sizes follow from the size of the model; others will be tried"
         num_tried = len(self.trials.done)
@@ -166,8 +172,8 @@ class Trying:
         return () if self.trials is None else self.trials.texts()
 
     def close(self) -> None:
-        """Ends it. Counts a drop if a trial is under way; trials that have come to their own end
-        leave nothing to count."""
+        """Ends the trials. Counts a drop if a trial is under way, and not if the trials have ended
+        already."""
         if self.is_under_way:
             self.num_drops += 1
         elif not self.stopped:
@@ -185,7 +191,7 @@ class Trying:
         self._times = times.to(self._group.device)
         self._marks, self._forwards = [], []
         name = "the times of all ranks"
-        self.sent = self._group.all_reduce(self._times, name, dist.ReduceOp.MAX)
+        self._sent = self._group.all_reduce(self._times, name, dist.ReduceOp.MAX)
 
     def _obstacle(self) -> _Obstacle:
         if torch.are_deterministic_algorithms_enabled():

@@ -13,7 +13,7 @@ from undertow.buckets.reducer import Reducer
 from undertow.engine.measuring import Measuring, Present
 from undertow.engine.trying import MOST_DROPS, Trying
 from undertow.plan import Plan, observed, plan_in_order
-from undertow.ranks.transport import Handle
+from undertow.ranks.handle import Handle
 from undertow.schedule import Arrivals
 from undertow.tune import Measured, Trials
 from undertow.wire import AUTO
@@ -27,9 +27,9 @@ class Tuning:
 
     Its messages are started at the end of a synchronization that every rank has found sound. So
     no rank starts one alone: a rank whose parameters have changed since, or that fails, is found
-    out before. They are waited for in a later synchronization, because with several models in one
-    backward another rank may be at another model. So is the vote on a plan that is new, which
-    starts with a round (`CurrentPlan.end_vote`): after all models have sent.
+    out before. They are waited for in the next synchronization, because with several models in one
+    backward another rank may be at another model. So is the vote on a plan that is new
+    (`Moves.round_was_sound`).
 
     `order` is the order of plans if it is not the observed one. `earlier` had the parameters before
     these.
@@ -64,7 +64,7 @@ class Tuning:
 
     @property
     def is_over(self) -> bool:
-        """True if no round's end has anything to do."""
+        """True if the end of a round has nothing to do."""
         return (
             self._seen is None
             and (self.measuring is None or self.measuring.is_over)
@@ -74,24 +74,31 @@ class Tuning:
     @property
     def is_quiet(self) -> bool:
         """True if no message is on its way that the next round begins with."""
-        is_tried = self.trying is not None and self.trying.sent is not None
-        return self._order_sent is None and not is_tried
+        return self._order_sent is None
 
     @property
-    def is_about_to_communicate(self) -> bool:
-        """True if the end of the next round, if that is sound, starts a message about times."""
+    def communicates_next(self) -> bool:
+        """True if the end of the next sound round starts a message about times, or awaits one."""
         if self.measuring is not None and not self.measuring.is_over:
             return self.measuring.communicates_next
-        return self.trying is not None and self.trying.is_last_of_window
+        return self.trying is not None and self.trying.communicates_next
 
-    def round_ends(self, present: Present, *, num_forwards: int) -> None:
-        """Called at the end of a sound round under this plan, after so many training forwards."""
+    def round_ends(self, present: Present, *, num_forwards: int) -> Plan | None:
+        """Called at the end of a sound round under this plan, after so many training forwards.
+
+        Returns the plan to be tried next, or to return to, in the same round on every rank. None
+        if every bucket would hold the same gradients as now, in the same format.
+        """
         if self._seen is not None:
             self._send_order(self._seen)
         if self.measuring is not None and not self.measuring.is_over:
             self.measuring.round_ends(present)
         elif self.trying is not None and not self.trying.is_over:
-            self.trying.round_ends(present.plan, num_forwards)
+            now = present.plan
+            plan = self.trying.round_ends(now, num_forwards)
+            if plan is not None and not now.is_alike(plan.groups, plan.wires):
+                return plan
+        return None
 
     def order(self) -> list[int] | None:
         """Returns rank 0's order if it is on its way, once; waits for it."""
@@ -114,16 +121,9 @@ class Tuning:
         plan = plan_in_order(now.params, order, self._reducer.config, num_ranks=now.num_ranks)
         return None if now.is_alike(plan.groups, plan.wires) else plan
 
-    def tried(self, now: Plan) -> Plan | None:
-        """Called when a round begins. Returns the plan of the next window if it is another one."""
-        if self.trying is None or self.trying.sent is None:
-            return None
-        plan = self.trying.next_plan()
-        return None if now.is_alike(plan.groups, plan.wires) else plan
-
     @property
     def is_new(self) -> bool:
-        """True if the plan that `tried` has returned has never been in force."""
+        """True if the plan that `round_ends` has returned has never been in force."""
         return self.trying is not None and self.trying.is_new
 
     def forget_window(self) -> None:
@@ -172,7 +172,7 @@ class Tuning:
         config = self._reducer.config
         order = self._order
         if order is None:
-            order = [param for bucket in present.buckets for param in bucket.params]
+            order = order_of(present)
         return Trials(
             present,
             order,
@@ -180,6 +180,11 @@ class Tuning:
             keeps_buckets=config.bucket_cap_mb is not None,
             block=config.block,
         )
+
+
+def order_of(plan: Plan) -> list[int]:
+    """Returns the parameters in the order of the buckets."""
+    return [param for bucket in plan.buckets for param in bucket.params]
 
 
 def _follows_order(reducer: Reducer) -> bool:

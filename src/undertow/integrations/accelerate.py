@@ -31,7 +31,7 @@ def prepare(
         scheduler, shard_optimizer=True)
 
     With `shard_optimizer=True`, `accelerator.clip_grad_norm_(model.parameters(), ...)` clips by the
-    norm of all shards. A process that trains alone gets what `accelerator.prepare` returns.
+    norm of all shards. A process that trains alone gets the result of `accelerator.prepare`.
 
     Args:
         accelerator: An Accelerator that distributes by DDP.

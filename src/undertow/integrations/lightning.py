@@ -146,7 +146,8 @@ class UndertowFabricStrategy(_Wrapping, fabric.DDPStrategy):
         if not isinstance(optimizer, undertow.ShardedOptimizer):
             return super().clip_gradients_norm(module, optimizer, *args, **arguments)
         require(
-            len(optimizer._steps.steppers) == 1 or getattr(self.precision, "scaler", None) is None,
+            len(optimizer._sharded_steps.steppers) == 1
+            or getattr(self.precision, "scaler", None) is None,
             "16-mixed precision unscales one optimizer at a time, so several have no common norm.",
             where="fabric.clip_gradients",
             remedy='Set precision="bf16-mixed", or use one optimizer.',

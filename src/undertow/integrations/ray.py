@@ -26,7 +26,7 @@ def prepare_model(
             model = prepare_model(Net(), config=undertow.SyncConfig(strategy="zero1"))
             optimizer = undertow.ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
 
-    A collective call. The model is wrapped also if the worker is alone.
+    A collective call. The model is wrapped even if the worker is alone.
 
     Args:
         model: The model.

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from undertow.errors import NonFiniteGradient, PhaseError, require
 from undertow.ranks.transport import OwnGroup
-from undertow.sharded.bucket import GradientPlaceholder
-from undertow.sharded.steps import finish_before_look
+from undertow.sharded.placeholder import GradientPlaceholder
 from undertow.sync.gradient_sync import GradientSync, sync_of
 from undertow.torch_private import private
 
@@ -69,7 +68,7 @@ def clip_members(
 ) -> Tensor:
     """Clips the gradients of some parameters of a model, and of its experts; returns their norm."""
     for sync, params in members:
-        finish_before_look(sync._engine, params, reader="clip_grad_norm_")
+        sync._own.engine_steps.finish_before_look(params, reader="clip_grad_norm_")
         require(
             not sync._engine.current_plan.hooks.arrived_before,
             "gradients were accumulated and are not synchronized: each rank would compute a "
@@ -83,8 +82,10 @@ def clip_members(
     scaled: list[Tensor] = []
     for sync, params in members:
         own = sync._group
-        if sync._steps is not None:
-            own = sync._steps.begin().group
+        steps = sync._own.sharded_steps
+        if steps is not None:
+            steps.require_open("Step before close(), or make a new wrapper and a new optimizer.")
+            own = steps.group
             if len(members) == 1:  # on a mesh, each row has all shards
                 group = own
         for grad, is_part in _gradients_of(params):

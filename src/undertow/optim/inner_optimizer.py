@@ -1,5 +1,6 @@
 """The optimizer of the user's class over this rank's parts of parameters, and its exact values."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import strides_of_gradient
 from undertow.buckets.fingerprints import fingerprints
+from undertow.buckets.memory import strides_of_gradient
 from undertow.errors import require
 from undertow.optim.state import (
     ELEMENTWISE,
@@ -21,8 +22,8 @@ from undertow.optim.state import (
     part_of_state,
 )
 from undertow.ranks.exchanges import accumulation_dtype
-from undertow.sharded.bucket import FlatParams, ShardPart, in_memory_order
-from undertow.sharded.steps import Sharding
+from undertow.sharded.params import FlatParams, ShardPart, in_memory_order
+from undertow.sharded.sharding import Sharding
 from undertow.torch_private import private
 
 
@@ -40,7 +41,7 @@ class _Owned:
     state: ParamState | None = None  # at the last look, the dict of both optimizers
     entries: tuple[Any, ...] = ()  # of that dict, at the last look
     # Loaded exact values, and the fingerprint of the parameter that they belong to, until it has
-    # these values: the model may be loaded later. None if nobody knows it: they belong to any.
+    # these values: the model may be loaded later. None if it is unknown: they fit any.
     waiting: tuple[Tensor, int | None] | None = None
     # Loaded exact values of a parameter that is updated in place from now on, and the values that
     # it had then. They take effect in a step, because ranks gather after it.
@@ -59,7 +60,7 @@ class _Owned:
     def use_loaded(self) -> None:
         """Called in a step: updates in place begin with the loaded exact values.
 
-        Loaded values that wait for others of the parameter are void: somebody has written it.
+        Loaded values that wait for other values of the parameter are void: it was written since.
         """
         self.waiting = None
         if self.loaded is not None:
@@ -121,7 +122,8 @@ class InnerOptimizer:
                 inner_groups[place] = {**hyper_parameters(group), "params": targets}
         self._places = list(inner_groups)
         self._elsewhere = [param for param, part in self.parts.items() if part.numel == 0]
-        # Without a part none steps, and the constructor of the user's class may look at parameters.
+        # Without a part it does not step, and the constructor of the user's class may look at
+        # parameters.
         found = list(inner_groups.values())
         self.optimizer = make(found) if found else torch.optim.SGD([{"params": []}])
 
@@ -268,3 +270,11 @@ def fingerprints_of(params: Iterable[Tensor]) -> list[int]:
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of a parameter group, without its parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def copy_of(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Returns an optimizer with the class and the attributes of `whole`, over these groups."""
+    made = object.__new__(type(whole))
+    vars(made).update(vars(whole), state=defaultdict(dict), param_groups=groups)
+    vars(made).pop("step", None)  # by schedulers, of the whole one
+    return made

@@ -1,7 +1,7 @@
 """An optimizer whose state and work are sharded over ranks."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Self
@@ -12,9 +12,16 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from undertow.engine.progress import params_of
-from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, listed, require
+from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
 from undertow.optim.clipping import clip_members
-from undertow.optim.inner_optimizer import InnerOptimizer, hyper_parameters
+from undertow.optim.inner_optimizer import InnerOptimizer, copy_of, hyper_parameters
+from undertow.optim.requirements import (
+    TARGET,
+    ParamGroups,
+    require_arguments,
+    require_params_of_the_model,
+    require_replacements,
+)
 from undertow.optim.state import (
     NEED_WHOLE,
     OF_EXACT,
@@ -22,18 +29,11 @@ from undertow.optim.state import (
     gather_states,
     updates_whole_parameters,
 )
-from undertow.sharded.bucket import ShardPart
-from undertow.sharded.steps import Sharding
+from undertow.sharded.params import ShardPart
+from undertow.sharded.sharding import Sharding
 from undertow.sync.gradient_sync import GradientSync, sync_of
 from undertow.sync.zeroing import ZeroesWithoutReading
 from undertow.torch_private import private
-
-_TARGET = (
-    "Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. Parameters "
-    "or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...)."
-)
-
-ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
 class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
@@ -81,8 +81,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         whole: bool | None = None,
         **defaults: Any,
     ) -> None:
-        sync = sync_of(target, where="ShardedOptimizer", remedy=_TARGET)
-        _require_arguments(cls, sync, params)
+        sync = sync_of(target, where="ShardedOptimizer", remedy=TARGET)
+        require_arguments(cls, sync, params)
         is_whole = updates_whole_parameters(cls, whole)
         given = [param for _, param in sync.named_parameters()] if params is None else params
         # Parameter groups alone are not enough: some settings are read only by the constructor.
@@ -98,10 +98,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         is_whole: bool,
     ) -> Self:
         """Shards an optimizer that exists, without its state; see `shard_optimizer`."""
-        sync = sync_of(target, where="ShardedOptimizer", remedy=_TARGET)
-        _require_arguments(type(whole), sync, whole.param_groups)
+        sync = sync_of(target, where="ShardedOptimizer", remedy=TARGET)
+        require_arguments(type(whole), sync, whole.param_groups)
         made = cls.__new__(cls)
-        made._set_up(whole, partial(_copy_of, whole), sync, is_whole=is_whole)
+        made._set_up(whole, partial(copy_of, whole), sync, is_whole=is_whole)
         return made
 
     def _set_up(
@@ -137,7 +137,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             "optimizer": f"{cls.__module__}.{cls.__qualname__}",
             "parameter groups": groups,
         }
-        self._steps = sync._shard(self, described, whole=is_whole)
+        self._sharded_steps = sync._own.hand_to(self, described, whole=is_whole)
 
     @private.untraced
     @torch.no_grad()
@@ -153,21 +153,21 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             ConfigError: If the step of a class changes the settings of its groups.
         """
-        loss = None
+        loss, own = None, self._sync._own
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if not self._sync._engine.is_closure_idle:
+            if not own.engine.is_closure_idle:
                 self._sync.finish()
             ids, reader = set(map(id, params_of(self))), type(self).__name__
-            self._sync._engine.average_before_step(ids, reader=reader, is_sharded=True)
+            own.engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
         self._consolidated = None
-        numbers = self._sync._engine.checks.numbers
+        numbers = own.engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank
             return loss
         inner, params = self._begin(), list(params_of(self))
         inner.sharding.require_synchronized(params)
-        with self._steps.update(inner.sharding, self):
+        with self._sharded_steps.update(inner.sharding, self):
             inner.step(self.param_groups, self.state)
             for param in params:
                 if param.grad is not None:
@@ -202,7 +202,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             NonFiniteGradient: If `error_if_nonfinite` is true and the norm is not finite.
         """
-        params = chain.from_iterable(map(params_of, self._steps.steppers))
+        params = chain.from_iterable(map(params_of, self._sharded_steps.steppers))
         members = [(self._sync, list(params))]
         return clip_members(members, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -304,7 +304,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             error=CheckpointError,
         )
         self._consolidated = None
-        sharding = self._steps.sharding
+        sharding = self._sharded_steps.sharding
         if sharding is not None:  # None until the others of several optimizers are made
             self._sync.wait()
             # Values may have been loaded into the parameters before.
@@ -325,21 +325,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            self._require_params_of_the_model()
+            require_params_of_the_model(self, self._sync)
         except ConfigError:
             self.param_groups.pop()
             raise
-
-    def _require_params_of_the_model(self) -> None:
-        known = {id(param) for _, param in self._sync.named_parameters()}
-        for number, param in enumerate(params_of(self)):
-            require(
-                id(param) in known,
-                f"parameter {number} of the optimizer, of shape {tuple(param.shape)}, is not "
-                "synchronized.",
-                where="ShardedOptimizer",
-                remedy="Give it only parameters of the wrapped module that `ignore` does not name.",
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         raise WrongType(
@@ -354,20 +343,20 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         present = [list(map(id, group["params"])) for group in self.param_groups]
         has_other_params = present != [list(map(id, params)) for params in self._grouped]
         if has_other_params:
-            self._require_params_of_the_model()
+            require_params_of_the_model(self, self._sync)
             if self.optimizer_class in NEED_WHOLE:
                 # Raises its own errors, such as Muon's for vectors, on ranks without them too.
                 self.optimizer_class(list(map(dict, self.param_groups)), **self.defaults)
-            self._steps.regroup(self)
+            self._sharded_steps.regroup(self)
             self._grouped = [list(group["params"]) for group in self.param_groups]
         inner = self._inner
         if inner is None:
-            self._require_replacements()
-        sharding = self._steps.begin(self)
+            require_replacements(self, self._sync)
+        sharding = self._sharded_steps.begin(self)
         if inner is not None:
             if sharding is inner.sharding and not has_other_params:
                 return inner
-            self._require_replacements()
+            require_replacements(self, self._sync)
             inner.look(self.state)
             # Exact values of parameters without any other state move too.
             self.state.update(gather_states(inner.sharding, inner.states()))
@@ -379,29 +368,6 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         self._inner.optimizer.defaults = self.defaults  # follows changes that users make
         self._inner.follow(self.state)
         return self._inner
-
-    def _require_replacements(self) -> None:
-        """Raises PhaseError if members of the groups have left the model, and others are in none.
-
-        So it is after a layer was replaced, and after `load_state_dict(assign=True)`.
-        """
-        own = set(map(id, params_of(self)))
-        named_params = self._sync.named_parameters()
-        if own <= {id(param) for _, param in named_params}:
-            return
-        left_out = [
-            repr(name)
-            for name, param in named_params
-            if param.requires_grad and id(param) not in own
-        ]
-        require(
-            not left_out,
-            "this optimizer updates parameters that the model no longer has, and not their "
-            "replacements.",
-            where=f"ShardedOptimizer, parameter {listed(left_out, most=1)}",
-            remedy="Make the optimizer after the change.",
-            error=PhaseError,
-        )
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -417,8 +383,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
         Parameters are keys by identity.
         """
-        inner = self._begin() if self._inner is None else self._inner
-        return inner.parts
+        sharding = self._sharded_steps.sharding
+        if sharding is None:  # the others of several optimizers are not made yet
+            sharding = self._sharded_steps.begin(self)
+        parts = sharding.parts
+        return {param: parts[param] for param in params_of(self) if param in parts}
 
     def _packed(self, states: Mapping[Tensor, ParamState]) -> dict[str, Any]:
         """Returns torch's state dict of these states that are not empty; the user's hooks see
@@ -442,7 +411,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         found: dict[Tensor, ParamState] = {}
         if inner is not None:
             if inner.sharding.group.num_ranks > 1:
-                self._steps.require_open(
+                self._sharded_steps.require_open(
                     "Call state_dict() before close(); save_checkpoint() works afterwards too."
                 )
             inner.look(self.state)
@@ -456,40 +425,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
     def _kept(self, states: Mapping[Tensor, ParamState]) -> dict[Tensor, ParamState]:
         """Returns the states to save, the same ones on every rank.
 
-        Not the exact values of a parameter that has never stepped: a plain optimizer would take
-        them for a state.
+        Leaves out the exact values of a parameter that has never stepped: a plain optimizer would
+        take them for a state.
         """
         return {
             param: state
             for param, state in states.items()
             if state.keys() - OF_EXACT or (param in self._stepped and param in self.state)
         }
-
-
-def _copy_of(whole: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Returns an optimizer with the class and the attributes of `whole`, over these groups."""
-    made = object.__new__(type(whole))
-    vars(made).update(vars(whole), state=defaultdict(dict), param_groups=groups)
-    vars(made).pop("step", None)  # by schedulers, of the whole one
-    return made
-
-
-def _require_arguments(cls: object, sync: GradientSync, params: ParamGroups | None) -> None:
-    require(
-        isinstance(cls, type)
-        and issubclass(cls, torch.optim.Optimizer)
-        and not issubclass(cls, ShardedOptimizer),
-        f"cls must be a class of optimizers, got {cls!r}.",
-        where="ShardedOptimizer",
-        remedy="Pass the class, such as torch.optim.AdamW, and its settings by name.",
-        error=WrongType,
-    )
-    require(
-        not sync.experts or params is not None,
-        "this model has experts, whose parameters and optimizer state are sharded over other "
-        "ranks than the dense ones.",
-        where="ShardedOptimizer",
-        remedy="Make one for the model with params=[param for _, param in "
-        "sync.named_parameters()], its dense ones, and "
-        "one for each of sync.experts.",
-    )

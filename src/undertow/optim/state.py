@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import strides_of_gradient
+from undertow.buckets.memory import strides_of_gradient
 from undertow.device import device_of
 from undertow.errors import require
 from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
-from undertow.sharded.bucket import ShardPart, in_memory_order
-from undertow.sharded.steps import Sharding
+from undertow.sharded.params import ShardPart, in_memory_order
+from undertow.sharded.sharding import Sharding
 
 # torch's names for the entries; values are tensors and numbers
 ParamState = dict[str, Any]
 
 MASTER = "master"  # the fp32 values of a 16-bit parameter, stored next to the optimizer's own state
 # The fingerprint of the parameter's values that `MASTER` belongs to: if the parameter has other
-# values, somebody has written them, and they count.
+# values, they were written since, and count.
 MASTER_OF = "master_of"
 OF_EXACT = frozenset([MASTER, MASTER_OF])
 _STEP = frozenset(["step"])
@@ -72,9 +72,9 @@ def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | Non
     """Returns True if one rank is to update all of a parameter, as the user says or as a known
     class needs it.
 
-    Raises ConfigError if the class cannot be sharded so, or if it is not known and the user says
-    nothing: it may combine parameters, or keep state outside of `state[param]`. A class that is
-    derived from a known one is not known: its constructor alone may add hooks.
+    Raises ConfigError if the class cannot be sharded so, or if it is not known and `whole` is None:
+    it may combine parameters, or keep state outside of `state[param]`. A class that is derived from
+    a known one is not known: its constructor alone may add hooks.
     """
     where = f"ShardedOptimizer({cls.__name__}, ..., whole={whole!r})"
     require(
@@ -118,7 +118,7 @@ def updates_whole_parameters(cls: type[torch.optim.Optimizer], whole: bool | Non
 
 
 def _why_not_sent(own: Mapping[int, Mapping[str, list[Any]]], plan: Plan) -> str:
-    """Returns which described state cannot go to another rank, or ""."""
+    """Names the described state that cannot go to another rank, or returns ""."""
     for index, entries in own.items():
         for key, entry in entries.items():
             try:
@@ -263,7 +263,7 @@ def _gather_parts(
 
 
 def _kept(state: Tensor) -> Tensor:
-    """Returns a state that is read for the last time, perhaps not on the stream that made it."""
+    """Returns a state that is not read again, perhaps not on the stream that made it."""
     return device_of(state.device).keep(state)
 
 
@@ -349,7 +349,7 @@ def _agreed_descriptions(
 def description(value: Any, *, is_part: bool = False) -> list[Any]:
     """Returns an entry of a state as JSON, without the elements of tensors.
 
-    Without shape and order of axes if it is of a part, whose length differs from rank to rank.
+    Leaves out shape and order of axes of a part, whose length differs from rank to rank.
     """
     if not isinstance(value, Tensor):
         return [_VALUE, value]

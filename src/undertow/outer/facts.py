@@ -1,13 +1,16 @@
-"""What replicas tell each other with a fragment, and the errors that all of them raise for it."""
+"""The facts that replicas send with a fragment, and the errors that all of them raise for it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
+from undertow.buckets.facts import FactCodec, differing
 from undertow.errors import Desync, NonFiniteGradient, ReplicaMismatch, listed, require
 from undertow.outer.step_settings import StepSettings
+from undertow.plan.facts import FactKind
 from undertow.ranks.transport import OwnGroup
 
 MODULO = 1 << 20  # fp32 counts up to it exactly
@@ -22,6 +25,15 @@ class ReplicaFacts(NamedTuple):
     fingerprint: int  # of the global parameters and the outer momentum, in the first exchange
     settings: int  # digest of the settings of all optimizer steps so far; 0 is like any other
     not_finite: int  # 1 + the place of the first tensor that is not finite, 0: all are
+
+
+REPLICA_FACTS = dict.fromkeys(ReplicaFacts._fields, FactKind.NUMBERS)
+
+
+def replica_facts(codec: FactCodec, told: Tensor) -> list[ReplicaFacts]:
+    """Returns the facts of each rank of a column, on the host."""
+    numbers = [codec.numbers(told, name) for name in ReplicaFacts._fields]
+    return [ReplicaFacts(*map(int, of_rank)) for of_rank in zip(*numbers, strict=True)]
 
 
 def require_alike(
@@ -54,10 +66,10 @@ def require_alike(
         remedy="Load a state of model.outer on every rank or on none.",
         error=Desync,
     )
-    differing = _others({rank: facts.fingerprint for rank, facts in of_ranks.items()})
+    unlike = _others({rank: facts.fingerprint for rank, facts in of_ranks.items()})
     require(
-        not differing,
-        f"rank {differing} has other global parameters than the other replicas.",
+        not unlike,
+        f"rank {unlike} has other global parameters than the other replicas.",
         where=where,
         remedy="Load the same parameters on every rank, or call broadcast_parameters() after. A "
         "run that goes on needs the saved state of model.outer on every rank too.",
@@ -107,7 +119,6 @@ def _refused(what: str, *, step: int, fragment: int, look: str) -> NonFiniteGrad
     )
 
 
-def _others(of_ranks: Mapping[int, object]) -> str:
+def _others(of_ranks: Mapping[int, Hashable]) -> str:
     """Returns the ranks that do not have what most ranks have."""
-    (common, _), *_rest = Counter(of_ranks.values()).most_common()
-    return ", ".join(str(rank) for rank, found in of_ranks.items() if found != common)
+    return ", ".join(map(str, differing(of_ranks)))

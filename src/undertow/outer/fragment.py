@@ -22,20 +22,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from undertow.buckets.facts import FactCodec, differing
 from undertow.buckets.fingerprints import fingerprints
 from undertow.device import Accelerator
 from undertow.errors import CheckpointError, require
-from undertow.outer.facts import MODULO, ReplicaFacts, not_finite, overflowed, require_alike
+from undertow.outer.facts import (
+    MODULO,
+    REPLICA_FACTS,
+    not_finite,
+    overflowed,
+    replica_facts,
+    require_alike,
+)
 from undertow.outer.parcels import EncodedMean, MeanInFullWidth
 from undertow.outer.replicas import Replicas
 from undertow.plan.layout import ParamSpec, equal_parts, padded_numel, slots_of
-from undertow.ranks.dither import Stage, Turn
+from undertow.ranks.dither import Rounding, Turn
+from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded, Parcel
-from undertow.ranks.transport import Handle
 from undertow.torch_private import private
 from undertow.wire import wire_for
 
-_NUM_FACTS = len(ReplicaFacts._fields)
 _CHUNK_NUMEL = 1 << 18
 
 BufferPlace = tuple[MutableMapping[str, Tensor | None], str]  # a module's table, and the name in it
@@ -68,7 +75,7 @@ class Fragment:
         self.index = index
         self.flight: Flight | None = None
         self._is_new = True  # it has not been exchanged
-        # The facts of the last exchange, if nobody has read them, and the end of their copy to
+        # The facts of the last exchange, if they are unread, and the end of their copy to
         # the host.
         self._said: tuple[Tensor, torch.Event | None] | None = None
         self._tensors, self._replicas = dict(tensors), replicas
@@ -95,6 +102,9 @@ class Fragment:
         self._stop = stop
         num_rows = 1 if replicas.row is None else replicas.row.num_ranks
         num_replicas = replicas.column.num_ranks
+        self._facts = FactCodec.alone(
+            REPLICA_FACTS, rank=replicas.column.rank, num_ranks=num_replicas
+        )
         padded = padded_numel(
             stop, itemsize=dtype.itemsize, num_ranks=num_rows * num_replicas, block=block
         )
@@ -210,7 +220,7 @@ class Fragment:
                 mixed = view * (1 - mix) + own * mix
                 view = torch.where(own.isfinite(), mixed, view)
             if tensor.is_inference() and not isinstance(place, Tensor):
-                # A forward under inference_mode has put it there, and nobody else may write to it.
+                # A forward under inference_mode has put it there; no other code may write to it.
                 table, key = place
                 buffer = torch.empty_like(table[key])  # type: ignore[arg-type]  # it is there
                 table[key], tensor = buffer, _real(buffer)
@@ -222,7 +232,7 @@ class Fragment:
         replicas, own = self._replicas, self._share
         column = replicas.column
         numel = own.stop - own.start
-        sent = self.values.new_zeros(numel + _NUM_FACTS * column.num_ranks)
+        sent = self.values.new_zeros(numel + self._facts.numel)
         whole = sent[:numel] if replicas.row is None else torch.zeros_like(self.values)
         self.read(whole)
         for name, (tensor, view) in self._views(whole[: self._params_numel]).items():
@@ -235,23 +245,27 @@ class Fragment:
             whole[self._params_numel : self._stop].masked_fill_(bad > 0, torch.nan)
         if replicas.row is not None:
             sent[:numel].copy_(whole[own])
-        facts = sent[numel:].view(column.num_ranks, _NUM_FACTS)[column.rank]
-        for place, fact in enumerate((step, num_forwards, numel, 0, replicas.settings.digest)):
-            facts[place] = fact % MODULO
-        facts[-1].copy_(bad)
+        facts: dict[str, float | Tensor] = {
+            "step": step % MODULO,
+            "num_forwards": num_forwards % MODULO,
+            "numel": numel % MODULO,
+            "settings": replicas.settings.digest % MODULO,
+            "not_finite": bad,
+        }
         if self._is_new:
-            facts[3].copy_(self._fingerprint())
+            facts["fingerprint"] = self._fingerprint()
         self._is_new = False
+        self._facts.write_numbers(sent[numel:], facts)
         flight = self.flight = Flight(due, whole, sent)
         flight.started_s = flight.done_s = time.perf_counter()
         parcel = self.parcel
         if isinstance(parcel, Encoded):
             parcel = parcel.dithered(
-                Turn(step), Stage.OWN, rank=column.rank, device=self.values.device
+                Turn(step), Rounding.OWN, rank=column.rank, device=self.values.device
             )
         with column.waiting(""):
             flight.handle = replicas.exchanges.all_reduce(
-                sent[:], parcel, trailer=sent[numel:], is_alike=_are_of_one_fragment
+                sent[:], parcel, trailer=sent[numel:], is_alike=self._are_of_one_fragment
             )
         column.makes_call(f"fragment {self.index}")
         flight.handle.on_done(flight.notes_end)
@@ -326,7 +340,7 @@ class Fragment:
         replicas, own = self._replicas, self._share
         numel, num_replicas = own.stop - own.start, replicas.column.num_ranks
         facts = sent[numel:]
-        num_left = facts.view(num_replicas, _NUM_FACTS)[:, -1].count_nonzero()
+        num_left = self._facts.of(facts, "not_finite").count_nonzero()
         num_params = min(max(self._params_numel - own.start, 0), numel)
         if not replicas.column.hardware.is_host or num_left:
             factor = num_replicas / (num_replicas - num_left).clamp_(min=1).double()
@@ -368,8 +382,7 @@ class Fragment:
         if copied is not None:
             copied.synchronize()
         replicas = self._replicas
-        facts = values[:-1].view(-1, replicas.column.num_ranks, _NUM_FACTS)
-        of_ranks = replicas.of_ranks(facts)
+        of_ranks = replicas.of_ranks(self._facts, values[:-1])
         require_alike(of_ranks, replicas.settings, replicas.all_ranks, fragment=self.index)
         error = not_finite(of_ranks, list(self._places), fragment=self.index)
         if error is None and values[-1]:
@@ -378,6 +391,11 @@ class Fragment:
             replicas.num_left_out += 1
             if not replicas.leaves_out:
                 raise error
+
+    def _are_of_one_fragment(self, told: Tensor) -> bool:
+        """True if all ranks of a column exchange the same fragment after the same step."""
+        of_ranks = enumerate(replica_facts(self._facts, told))
+        return not differing({rank: (facts.step, facts.numel) for rank, facts in of_ranks})
 
     def step(self) -> None:
         """Takes the outer step, and gives the replica its share of the result."""
@@ -412,12 +430,6 @@ class Fragment:
         self.values[numel:].copy_(flight.mean[numel:])
         self.write(self.values, mix=outer.mix)
         self.flight = None
-
-
-def _are_of_one_fragment(facts: Tensor) -> bool:
-    """True if all ranks of a column exchange the same fragment after the same step."""
-    of_ranks = [ReplicaFacts(*map(int, row)) for row in facts.view(-1, _NUM_FACTS).tolist()]
-    return len({(of_rank.step, of_rank.numel) for of_rank in of_ranks}) == 1
 
 
 def _fill(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

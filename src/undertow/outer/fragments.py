@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.errors import CheckpointError, require
+from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.hooks import ParamHooks
+from undertow.errors import CheckpointError, PhaseError, require
 from undertow.outer.fragment import BufferPlace, Fragment
 from undertow.outer.replicas import Replicas
 from undertow.plan.fragments import Turns, layer_of, layers_of, starts_after
@@ -39,6 +41,11 @@ class Fragments:
     def __iter__(self) -> Iterator[Fragment]:
         return iter(self._all)
 
+    @property
+    def ids(self) -> set[int]:
+        """The parameters that are in a fragment, by id."""
+        return {key for fragment in self._all for key in fragment.ids}
+
     def in_turns(self, turns: Turns) -> Fragments:
         """Returns fragments that take other turns, with the same global parameters.
 
@@ -68,6 +75,18 @@ class Fragments:
         """Raises the same error on every rank if ranks differ in an exchange."""
         for fragment in self._all:
             fragment.require_same()
+
+    def require_all_of(self, hooks: ParamHooks, *, rank: int) -> None:
+        """Raises PhaseError if a trained parameter is in no fragment."""
+        known = self.ids
+        if not hooks.ids <= known:
+            new = next(name for name, param in hooks.named_params if id(param) not in known)
+            raise PhaseError(
+                f"parameter {new!r} was added or unfrozen after the model was wrapped: it is in no "
+                "fragment.",
+                where=f"outer synchronization, rank {rank}",
+                remedy="Wrap the model again, with all parameters that are to be trained.",
+            )
 
     def follow(self, present: Mapping[str, Tensor]) -> list[Tensor]:
         """Follows parameters that a load has put in the place of others, which it returns."""
@@ -134,3 +153,13 @@ def turns_of(state: Mapping[str, Any]) -> Turns | None:
     """Returns the turns of a state; None if they were not chosen when it was saved."""
     saved = state["turns"]
     return None if saved is None else Turns(fragments=saved[0], delay=saved[1])
+
+
+def tensors_of(plan: CurrentPlan, *, with_buffers: bool) -> dict[str, Tensor | BufferPlace]:
+    """Returns trained parameters, and the places of buffers with a mean, by name."""
+    found: dict[str, Tensor | BufferPlace] = dict(plan.hooks.named_params)
+    for item in plan.members.common_buffers.buffers if with_buffers else ():
+        table, key, name = item.place
+        if item.tensor.is_floating_point() or item.tensor.is_complex():
+            found[name] = table, key
+    return found

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from undertow.buckets.fingerprints import fingerprints
-from undertow.torch_private.module_hook import before_loads
+from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.step_events import StepListener
 
 Values = list[int]  # the fingerprint of each parameter
 
 
-class OuterLoads:
-    """The loads into a module since its parameters were last followed.
+class OuterLoads(StepListener):
+    """The loads into the module of `plan` since its parameters were last followed."""
 
-    `present` returns the parameters that the module has now, by name.
-    """
-
-    def __init__(self, module: nn.Module, present: Callable[[], Mapping[str, Tensor]]) -> None:
+    def __init__(self, plan: CurrentPlan) -> None:
         self.are_new = False  # since the last `follow`
-        self._present = present
+        self._plan = plan
         self._before: Values | None = None  # when the first of them began
-        self.close = before_loads(module, partial(_begins, weakref.ref(self)))
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Called before a load changes anything."""
+    def load_begins(self) -> None:
         if not self.are_new:
             self._before = None
             with contextlib.suppress(RuntimeError):  # a rank is gone: it is told elsewhere
@@ -43,16 +36,17 @@ class OuterLoads:
         self.are_new = False
         return before
 
+    def present(self) -> dict[str, Tensor]:
+        """Returns the parameters of this synchronization that the module has now, by name."""
+        plan = self._plan
+        plan.wait_for_parameters()
+        names = {name for name, _ in plan.hooks.named_params}
+        return {name: param for name, param in plan.members.named_params() if name in names}
+
     def values(self) -> Values:
         """Returns the fingerprints of the parameters."""
-        params = list(self._present().values())
+        params = list(self.present().values())
         if not params:
             return []
         found: Values = fingerprints(params, device=params[0].device).tolist()
         return found
-
-
-def _begins(weak: Callable[[], OuterLoads | None], _module: nn.Module) -> None:
-    loads = weak()
-    if loads is not None:
-        loads.begin()

@@ -7,57 +7,37 @@ fragment   D = G - own   the mean of D over replicas travels   G steps, own = G
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
-from undertow.buckets.fingerprints import fingerprints
 from undertow.config import Outer, SyncConfig
-from undertow.engine.checks import mismatch
 from undertow.engine.engine import Engine
+from undertow.engine.step_events import StepListener, has_closure
 from undertow.errors import PhaseError, require
+from undertow.outer.aside import Aside
+from undertow.outer.comparisons import Comparisons
 from undertow.outer.fragment import BufferPlace, Fragment
-from undertow.outer.fragments import Fragments, turns_of
-from undertow.outer.loads import OuterLoads, Values
+from undertow.outer.fragments import Fragments, tensors_of, turns_of
+from undertow.outer.loads import OuterLoads
 from undertow.outer.measured import Timings, given_turns, measured_turns
-from undertow.outer.replicas import Replicas
+from undertow.outer.replicas import Replicas, open_replicas
 from undertow.outer.steps import StepCounter
 from undertow.plan.fragments import Turns, layers_of
 from undertow.ranks.agreement import surroundings
-from undertow.ranks.exchanges import exchanges_over
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 from undertow.trace import OuterReport
-
-_WRITES = (
-    "Look for what writes to global parameters on some ranks only; broadcast_parameters() makes "
-    "them equal again."
-)
-
-_WRITES_FROZEN = (
-    "Replicas never exchange frozen parameters: write the same values on every rank, as when "
-    "adapters are merged. broadcast_parameters() makes all parameters equal again."
-)
 
 _of_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OuterSync]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Aside:
-    """The state from before a load, until a step shows that training goes on from that load."""
-
-    values: Values | None  # of the replica's own parameters
-    fragments: Fragments
 
 
 def outer_of(model: nn.Module) -> OuterSync | None:
@@ -67,17 +47,7 @@ def outer_of(model: nn.Module) -> OuterSync | None:
     return None if outer is None or outer.is_closed else outer
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """A comparison of fingerprints on its way: one of each global parameter of a fragment, and one
-    of all frozen parameters, which may be others on each rank."""
-
-    names: list[str]
-    frozen: dict[str, Tensor]  # this rank's fingerprints
-    received: Handle
-
-
-class OuterSync:
+class OuterSync(StepListener):
     """The outer synchronization of a module: `model.outer`, or `sync.outer` after `attach`.
 
     `all_ranks` has the ranks of all replicas, and `engine` synchronizes within this replica.
@@ -86,12 +56,11 @@ class OuterSync:
     def __init__(
         self, module: nn.Module, all_ranks: OwnGroup, engine: Engine, config: SyncConfig
     ) -> None:
-        assert config.outer is not None  # else nobody makes this
+        assert config.outer is not None  # else this is not made
         self.num_synchronizations = 0  # outer steps of fragments
         self.all_ranks = all_ranks
         self._engine, self._config = engine, config
-        # None before the ranks have met.
-        self._replicas: Replicas | None = None
+        self._replicas: Replicas | None = None  # until the ranks have met
         self._fragments: Fragments = None  # type: ignore[assignment]
         self._turns: Turns | None = None  # None until they are chosen
         self._timings = Timings(config.outer)
@@ -100,15 +69,11 @@ class OuterSync:
         self._own: list[Tensor] | None = None
         self._copied: Mapping[str, Any] | None = None  # a state to begin with
         self._has_state = False  # was loaded, and no step has followed
-        self._aside: _Aside | None = None
-        self._compared: deque[_Compared] = deque()
-        self._steps = steps = StepCounter(
-            module,
-            engine,
-            begins=self._begins,
-            ends=self._step_ends,
-        )
-        self._loads = OuterLoads(module, self._present)
+        self._aside = Aside()
+        self._comparisons = Comparisons(all_ranks, engine.current_plan.members)
+        self.is_closed = False
+        self._steps = steps = StepCounter(engine)
+        self.loads = OuterLoads(engine.current_plan)  # into the module
         _of_modules[private.unwrapped(module)] = weakref.ref(self)
         all_ranks.here.steps = lambda: (steps.num_steps, True)
 
@@ -121,6 +86,7 @@ class OuterSync:
         """
         self._begins()
         self._steps.count()
+        self._has_stepped()
 
     @contextlib.contextmanager
     @torch.inference_mode(False)  # else fragments that are made here could not be trained
@@ -142,8 +108,8 @@ class OuterSync:
             yield
         finally:
             self._is_shown = False
-            was_loaded = self._loads.are_new
-            self._loads.follow()
+            was_loaded = self.loads.are_new
+            self.loads.follow()
             try:
                 self._bring_back()
             except BaseException:  # such as Ctrl-C: the model must not stay as it is
@@ -206,10 +172,6 @@ class OuterSync:
     # Calls of the owner.
 
     @property
-    def is_closed(self) -> bool:
-        return self._steps.is_closed
-
-    @property
     def places(self) -> list[list[int]]:
         """The ranks of each replica, as places in the group of all ranks."""
         group = self.all_ranks
@@ -236,27 +198,12 @@ class OuterSync:
         engine.current_plan.open_group()  # the ranks of the replica
         if engine.current_plan.group.num_ranks == 1:
             members.read_again()  # else the engine has compared them
-        *rows, column = group.user.axes()
-        own = [
-            OwnGroup(axis, device=group.device, limits=self._config, within=group)
-            for axis in (column, *(row for row in rows if len(row.ranks) > 1))
-        ]
-        for axis in own:
-            axis.open()
-        ordered = dataclasses.replace(self._config, reduction="ordered")
-        exchanges = exchanges_over(own[0], ordered, divisor=1)  # parcels divide
-        self._replicas = Replicas(
-            group,
-            exchanges,
-            own[1] if len(own) > 1 else None,
-            self._outer,
-            places=self.places,
-            settings=self._steps.settings,
-            leaves_out=self._config.nonfinite == "skip",
+        self._replicas = open_replicas(
+            group, self._config, places=self.places, settings=self._steps.settings
         )
-        is_of_copy = self._copied is not None and self._loads.follow() in (
+        is_of_copy = self._copied is not None and self.loads.follow() in (
             None,
-            self._loads.values(),
+            self.loads.values(),
         )
         self.reset()
         if self._copied is not None and is_of_copy:
@@ -269,12 +216,12 @@ class OuterSync:
         """Makes the replica's own parameters the global ones, and forgets the outer momentum."""
         self._require_own()
         self._engine.current_plan.wait_for_parameters()
-        self._loads.follow()
-        self._drop_aside()
+        self.loads.follow()
+        self._aside.drop()
         self._has_state = False
         if self._fragments is not None:
             self._fragments.arrive()
-        self._begin_anew()
+        self._restart()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -286,7 +233,7 @@ class OuterSync:
         """
         if self._replicas is None:
             return self._copied
-        if self._loads.are_new and not self._is_shown:
+        if self.loads.are_new and not self._is_shown:
             self._follow_loads()
         if self._replicas.row is None and not self.is_closed:
             self._fragments.arrive()
@@ -296,7 +243,7 @@ class OuterSync:
         """Begins with the state of the model of which this one's is a copy."""
         self._copied = state
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         assert self._replicas is not None  # the ranks have met
         tensors = self._tensors()
         # A choice holds: ranks would measure again together.
@@ -314,9 +261,8 @@ class OuterSync:
 
     def close(self) -> None:
         """Waits for exchanges on their way, which other ranks need, and ends the threads."""
-        self._steps.close()
-        self._loads.close()
-        self._aside = None
+        self.is_closed = True
+        self._aside.forget()
         if self._replicas is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -326,12 +272,34 @@ class OuterSync:
 
     # A step.
 
+    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
+        if is_training:
+            self._begins()
+            self._steps.forward_begins()
+
+    def step_begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._steps.step_begins(optimizer, has_closure=has_closure(args, kwargs)):
+            self._begins()
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        if self._steps.step_ends(optimizer):
+            self._has_stepped()
+
+    def unscaling_ends(self, optimizer: Optimizer, found: private.Found) -> private.Found:
+        if self._steps.is_skipped(optimizer, found):
+            self._begins()
+            if self._steps.skip(optimizer):
+                self._has_stepped()
+        return found
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _step_ends(self) -> None:
-        """Called after each step of the optimizers."""
+    def _has_stepped(self) -> None:
+        """Called after each step that counts."""
         step, group = self._steps.num_steps, self.all_ranks
-        self._drop_aside()
+        self._aside.drop()
         self._has_state = False
         require(
             not self._is_shown,
@@ -343,8 +311,8 @@ class OuterSync:
         )
         group.here.thread = threading.get_ident()
         group.watch.check()
-        self._require_alike()
-        self._require_known()
+        self._comparisons.require_alike(step)
+        self._fragments.require_all_of(self._engine.current_plan.hooks, rank=group.rank)
         if self._turns is None:
             self._timings.note_step()
             if self._timings.has_steps:
@@ -377,66 +345,7 @@ class OuterSync:
         self.num_synchronizations += 1
         every = self._config.check_replicas_every
         if every is not None and self.num_synchronizations % every == 0:
-            values, device = part.named(part.values), self.all_ranks.device
-            frozen = self._frozen()
-            of_frozen = fingerprints(list(frozen.values()), device=device)
-            of_all = of_frozen.sum().view(1)
-            mine = torch.cat([fingerprints(list(values.values()), device=device), of_all])
-            what = "the comparison of all ranks' global parameters"
-            received = self.all_ranks.all_gather(mine, what)
-            by_name = dict(zip(frozen, of_frozen, strict=True))
-            self._compared.append(_Compared(list(values), by_name, received))
-
-    def _frozen(self) -> dict[str, Tensor]:
-        """Returns the parameters that are in no fragment, by name."""
-        known = {key for part in self._fragments for key in part.ids}
-        named_params = self._engine.current_plan.members.named_params()
-        return {name: param for name, param in named_params if id(param) not in known}
-
-    def _require_alike(self) -> None:
-        """Raises ReplicaMismatch on every rank if global parameters differ, or frozen ones."""
-        while self._compared:
-            compared = self._compared.popleft()
-            names = compared.names
-            of_ranks = compared.received.result().tolist()
-            differing = [
-                place
-                for place, values in enumerate(zip(*of_ranks, strict=True))
-                if len(set(values)) > 1
-            ]
-            if differing:
-                first = differing[0]
-                is_frozen = first == len(names)
-                kind = "frozen" if is_frozen else "global"
-                raise mismatch(
-                    self._first_frozen(compared.frozen) if is_frozen else names[first],
-                    {rank: values[first] for rank, values in enumerate(of_ranks)},
-                    where=f"{kind} parameters, step {self._steps.num_steps}",
-                    remedy=_WRITES_FROZEN if is_frozen else _WRITES,
-                )
-
-    def _first_frozen(self, frozen: Mapping[str, Tensor]) -> str:
-        """Returns the first frozen parameter that differs; every rank calls this."""
-        mine = {f"{int(value)} {name}" for name, value in frozen.items()}
-        of_ranks = [
-            set(text.splitlines()) for text in self.all_ranks.watch.ask("\n".join(mine)).values()
-        ]
-        differing = mine.union(*of_ranks) - mine.intersection(*of_ranks)
-        names = {line.partition(" ")[2] for line in differing}
-        return min(names or frozen, default="?")
-
-    def _require_known(self) -> None:
-        """Raises PhaseError if the module has a trained parameter that is in no fragment."""
-        hooks = self._engine.current_plan.hooks
-        known = {key for part in self._fragments for key in part.ids}
-        if not hooks.ids <= known:
-            new = next(name for name, param in hooks.named_params if id(param) not in known)
-            raise PhaseError(
-                f"parameter {new!r} was added or unfrozen after the model was wrapped: it is in no "
-                "fragment.",
-                where=f"outer synchronization, rank {self.all_ranks.rank}",
-                remedy="Wrap the model again, with all parameters that are to be trained.",
-            )
+            self._comparisons.start(part.named(part.values), self._fragments.ids)
 
     # Fragments.
 
@@ -446,15 +355,7 @@ class OuterSync:
         return self._config.outer
 
     def _tensors(self) -> dict[str, Tensor | BufferPlace]:
-        """Returns trained parameters, and the places of buffers with a mean, by name."""
-        found: dict[str, Tensor | BufferPlace] = dict(self._engine.current_plan.hooks.named_params)
-        if self._config.buffers == "off":
-            return found
-        for item in self._engine.current_plan.members.common_buffers.buffers:
-            table, key, name = item.place
-            if item.tensor.is_floating_point() or item.tensor.is_complex():
-                found[name] = table, key
-        return found
+        return tensors_of(self._engine.current_plan, with_buffers=self._config.buffers != "off")
 
     def _choose(self) -> None:
         """Chooses fragments and delay from measurements; a collective call."""
@@ -472,7 +373,7 @@ class OuterSync:
         self.open_group()
         if self._own is not None and not self._is_shown:
             self._bring_back()  # synchronized() was interrupted twice
-        if self._loads.are_new:
+        if self.loads.are_new:
             self._follow_loads()
 
     @torch.inference_mode(False)
@@ -481,42 +382,28 @@ class OuterSync:
         """Makes loaded parameters the global ones, unless they belong to a state that was loaded,
         or are the same as before the load."""
         self._require_own()
-        before = self._loads.follow()
+        before = self.loads.follow()
         self._follow_tensors(self._fragments)
         if self._has_state:
             return
-        now = self._loads.values()
+        now = self.loads.values()
         if now == before:
             return
-        aside, self._aside = self._aside, None
-        if aside is not None and aside.values == now:
-            self._fragments = aside.fragments
+        brought_back = self._aside.take(now)
+        if brought_back is not None:
+            self._fragments = brought_back
             self._follow_tensors(self._fragments)
             return
-        # The first of several loads between two steps: others may bring its values back.
-        self._aside = _Aside(before, self._fragments) if aside is None else aside
-        self._begin_anew()
+        self._aside.keep(before, self._fragments)
+        self._restart()
 
     def _follow_tensors(self, fragments: Fragments) -> None:
         """Follows a load that has put other tensors in the place of parameters."""
         plan = self._engine.current_plan
         plan.is_stale = True
         plan.find_change()
-        for param in fragments.follow(self._present()):
+        for param in fragments.follow(self.loads.present()):
             self._steps.replaced[id(param)] = weakref.ref(param)
-
-    def _present(self) -> dict[str, Tensor]:
-        """Returns the parameters of this synchronization that the module has now, by name."""
-        plan = self._engine.current_plan
-        plan.wait_for_parameters()
-        names = {name for name, _ in plan.hooks.named_params}
-        return {name: param for name, param in plan.members.named_params() if name in names}
-
-    def _drop_aside(self) -> None:
-        """Forgets a state from before a load."""
-        aside, self._aside = self._aside, None
-        if aside is not None:
-            aside.fragments.arrive()  # other ranks may need what this one sends
 
     @torch.no_grad()
     def _bring_back(self) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import torch
 from torch import Tensor
 
-from undertow.config import Outer
-from undertow.outer.facts import ReplicaFacts
+from undertow.buckets.facts import FactCodec
+from undertow.config import Outer, SyncConfig
+from undertow.outer.facts import ReplicaFacts, replica_facts
 from undertow.outer.step_settings import StepSettings
-from undertow.ranks.exchanges import Collectives
+from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.transport import OwnGroup
 
 
@@ -23,7 +27,7 @@ class Replicas:
     def __init__(  # noqa: PLR0913  # what a fragment needs to know of its surroundings
         self,
         all_ranks: OwnGroup,
-        exchanges: Collectives,
+        exchanges: Exchanges,
         row: OwnGroup | None,
         outer: Outer,
         *,
@@ -36,14 +40,14 @@ class Replicas:
         self.places, self.settings, self.leaves_out = places, settings, leaves_out
         self.num_left_out = 0  # exchanges that have left a replica out
 
-    def of_ranks(self, facts: Tensor) -> dict[int, ReplicaFacts]:
+    def of_ranks(self, codec: FactCodec, told: Tensor) -> dict[int, ReplicaFacts]:
         """Returns the facts of all ranks, by their places in the group of all.
 
-        facts: [ranks of a row, replicas, number of facts], on the host
+        told: [ranks of a row * elements of `codec`], on the host
         """
-        found = facts.long().tolist()
+        found = [replica_facts(codec, column) for column in torch.split(told, codec.numel)]
         return {
-            rank: ReplicaFacts(*found[column][replica])
+            rank: found[column][replica]
             for replica, row in enumerate(self.places)
             for column, rank in enumerate(row)
         }
@@ -53,3 +57,27 @@ class Replicas:
         self.column.close()
         if self.row is not None:
             self.row.close()
+
+
+def open_replicas(
+    all_ranks: OwnGroup, config: SyncConfig, *, places: list[list[int]], settings: StepSettings
+) -> Replicas:
+    """Opens the groups of the replicas; a collective call."""
+    assert config.outer is not None  # else there are no replicas
+    *rows, column = all_ranks.user.axes()
+    own = [
+        OwnGroup(axis, device=all_ranks.device, limits=config, within=all_ranks)
+        for axis in (column, *(row for row in rows if len(row.ranks) > 1))
+    ]
+    for axis in own:
+        axis.open()
+    ordered = dataclasses.replace(config, reduction="ordered")
+    return Replicas(
+        all_ranks,
+        exchanges_over(own[0], ordered, divisor=1),  # parcels divide
+        own[1] if len(own) > 1 else None,
+        config.outer,
+        places=places,
+        settings=settings,
+        leaves_out=config.nonfinite == "skip",
+    )

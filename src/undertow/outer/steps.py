@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from undertow.engine.engine import Engine
 from undertow.engine.progress import params_of
@@ -24,7 +15,6 @@ from undertow.engine.step_settings import settings_of
 from undertow.errors import PhaseError
 from undertow.outer.step_settings import StepSettings
 from undertow.torch_private import private
-from undertow.torch_private.module_hook import ModuleHook
 
 _NUM_FORWARDS = 100  # without a step, after which a warning follows
 
@@ -48,41 +38,18 @@ class StepCounter:
 
     `settings` are those of the steps. `replaced` are parameters, by id, in whose place a load has
     put others. `engine` knows the trained parameters, and whether a forward only accumulates.
-    `begins` is called before each forward and each step of an optimizer, and `ends` after each step
-    that counts.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        engine: Engine,
-        *,
-        begins: Callable[[], object],
-        ends: Callable[[], object],
-    ) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.num_steps = 0
         self.num_forwards = 0  # that do not only accumulate
-        self.is_closed = False
         self.settings = StepSettings(engine.current_plan.members)
         self.replaced: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._engine, self._begins, self._ends = engine, begins, ends
+        self._engine = engine
         self._stepped: set[int] = set()  # parameters, by id, since the last step
         self._without: set[int] = set()  # parameters that no optimizer steps
         self._stepping: _Stepping | None = None
         self._has_forward = False  # since the last step
-        hooks = self._hooks = contextlib.ExitStack()
-        # Weak, because torch keeps such hooks for the life of the process.
-        weak = weakref.ref(self)
-        hooks.callback(register_optimizer_step_pre_hook(partial(_before_step, weak)).remove)
-        hooks.callback(register_optimizer_step_post_hook(partial(_after_step, weak)).remove)
-        hooks.callback(private.around_unscaling(partial(_around_unscaling, weak)))
-        hook = ModuleHook(module, partial(_forward_begins, weak, weakref.ref(module)))
-        hooks.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
-
-    def close(self) -> None:
-        """Removes all hooks."""
-        self.is_closed = True
-        self._hooks.close()
 
     def count(self) -> None:
         """Counts a step, of optimizers that are not torch's."""
@@ -90,12 +57,11 @@ class StepCounter:
         self._has_forward = False
         self.num_steps += 1
         self.settings.step_ends(self.num_steps)
-        self._ends()
 
     def forward_begins(self) -> None:
+        """Called before each training forward."""
         if self._stepping is not None and not self._stepping.has_closure:
             self._stepping.is_stale = True
-        self._begins()
         self._has_forward = True
         # Replicas may call a closure a different number of times.
         if self._engine.is_accumulating or self._is_stepping:
@@ -110,34 +76,46 @@ class StepCounter:
                 stacklevel=2,
             )
 
-    def begins(self, optimizer: Optimizer, *, has_closure: bool) -> None:
-        """Called before any optimizer steps, maybe inside of another one."""
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> bool:
+        """Called before any optimizer steps, maybe inside of another one.
+
+        Returns True if it is the outermost one, and steps trained parameters.
+        """
         if self._is_stepping:
-            return
+            return False
         if self._own(optimizer):
             self._stepping = _Stepping(id(optimizer), has_closure)
-            self._begins()
-        elif self.replaced:
+            return True
+        if self.replaced:
             self._require_current(optimizer)
+        return False
 
-    def ends(self, optimizer: Optimizer) -> None:
-        if self._stepping is not None and self._stepping.optimizer == id(optimizer):
-            self._stepping = None
-            if self._trains(optimizer):
-                self.settings.add(settings_of(optimizer, self._trained, self.settings.names))
-                self._add(self._own(optimizer))
+    def step_ends(self, optimizer: Optimizer) -> bool:
+        """Called after any optimizer has stepped; returns True if a step counts now."""
+        if self._stepping is None or self._stepping.optimizer != id(optimizer):
+            return False
+        self._stepping = None
+        if not self._trains(optimizer):
+            return False
+        self.settings.add(settings_of(optimizer, self._trained, self.settings.names))
+        return self._add(self._own(optimizer))
 
-    def after_unscaling(self, optimizer: Optimizer, found: private.Found) -> None:
-        """Counts the step of an optimizer that a scaler is going to skip, at once: replicas that
-        step may wait for an exchange with this one."""
+    def is_skipped(self, optimizer: Optimizer, found: private.Found) -> bool:
+        """Returns True if a scaler, which has `found` infinite gradients, is going to skip the step
+        of this optimizer."""
         # A fused optimizer steps also then, and skips by itself. For others the scaler waits for
         # these numbers too.
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        params = self._own(optimizer)
-        if params and not is_fused and any(value.item() for value in found.values()):
-            self._begins()
-            self.settings.skip()
-            self._add(params)
+        is_own = bool(self._own(optimizer)) and not is_fused
+        return is_own and any(value.item() for value in found.values())
+
+    def skip(self, optimizer: Optimizer) -> bool:
+        """Called when a scaler is going to skip the step; returns True if a step counts now.
+
+        It counts at once: replicas that step may wait for an exchange with this one.
+        """
+        self.settings.skip()
+        return self._add(self._own(optimizer))
 
     def _trains(self, optimizer: Optimizer) -> bool:
         """Returns False for a step without a forward, a learning rate and gradients."""
@@ -171,7 +149,8 @@ class StepCounter:
     def _own(self, optimizer: Optimizer) -> frozenset[int]:
         return self._trained.intersection(map(id, params_of(optimizer)))
 
-    def _add(self, params: frozenset[int]) -> None:
+    def _add(self, params: frozenset[int]) -> bool:
+        """Adds parameters that have stepped; returns True if a step counts with them."""
         missing = self._trained - self._without - self._stepped
         if params & self._stepped and missing - params:
             # A whole step has passed without these.
@@ -190,39 +169,7 @@ class StepCounter:
                 )
         self._without -= params
         self._stepped |= params
-        if self._stepped >= self._trained - self._without:
+        is_complete = self._stepped >= self._trained - self._without
+        if is_complete:
             self.count()
-
-
-_Weak = Callable[[], StepCounter | None]
-
-
-@private.untraced
-def _before_step(weak: _Weak, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    counter = weak()
-    if counter is not None:
-        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        counter.begins(optimizer, has_closure=has_closure)
-
-
-@private.untraced
-def _after_step(weak: _Weak, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    counter = weak()
-    if counter is not None:
-        counter.ends(optimizer)
-
-
-def _around_unscaling(weak: _Weak, optimizer: Optimizer, unscale: private.Unscale) -> private.Found:
-    found = unscale()
-    counter = weak()
-    if counter is not None:
-        counter.after_unscaling(optimizer, found)
-    return found
-
-
-@private.untraced
-def _forward_begins(weak: _Weak, weak_module: Callable[[], nn.Module | None]) -> None:
-    counter = weak()
-    module = weak_module()
-    if counter is not None and module is not None and module.training and torch.is_grad_enabled():
-        counter.forward_begins()
+        return is_complete

@@ -1,7 +1,7 @@
 """Chooses the buckets of a plan among a family of plans, by the time at which their last collective
 ends.
 
-A plan of the family has k buckets of about equal bytes, in the order in which gradients arrive. The
+A plan of the family has k buckets of about equal bytes, in the order that gradients arrive. The
 last bucket is as large as the others, or a half, a quarter or a tenth of them: it is sent after
 backward, so nothing hides it. The best of these 53 plans ends 0.35 % later on average than the best
 of all plans, and 2.7 % at worst, over 930 cases (docs/planning.md).
@@ -59,7 +59,7 @@ def choose(
 
     Args:
         model: The parameters, and the time of a step under any plan.
-        order: Indices of the parameters in the order in which their gradients become ready.
+        order: Indices of the parameters in the order that their gradients become ready.
         wire: The format of gradients, as in `SyncConfig`. "auto" chooses it for each bucket:
             int8 if reductions end later without it, and if the plan is then 1 % earlier than the
             best one in full width.

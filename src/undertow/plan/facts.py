@@ -26,11 +26,13 @@ class FactKind(Enum):
 
     DIGEST = auto()  # bits and complements: whether ranks differ; None accepts the others' digests
     RANK_FLAGS = auto()  # a flag per rank: the ranks that have set it
-    BUCKET_FLAGS = auto()  # a flag per bucket: the buckets for which some rank has set it
-    NUMBERS = auto()  # a number per rank, which each rank writes for itself
+    ITEM_FLAGS = auto()  # a flag per item, such as a bucket: the items that some rank has marked
+    # A number per rank, from 0 to 60,000, in the precision of gradients: bfloat16 has 8 bits. It is
+    # read only where trailers are read at once (`Round._read_trailer`).
+    NUMBERS = auto()
 
 
-# A new fact is one line here, and its value in the round.
+# docs/architecture.md tells how to add one.
 FACTS: Mapping[str, FactKind] = {
     "settings": FactKind.DIGEST,  # of optimizers that have stepped since the last synchronization
     "failed": FactKind.RANK_FLAGS,  # backward has failed
@@ -38,7 +40,7 @@ FACTS: Mapping[str, FactKind] = {
     "changed": FactKind.RANK_FLAGS,  # parameters, or the hook, differ from the plan's
     "loaded": FactKind.RANK_FLAGS,  # load_state_dict has run since the last synchronization
     "nonfinite": FactKind.RANK_FLAGS,  # a gradient is not finite
-    "late": FactKind.BUCKET_FLAGS,  # a gradient arrived again after the bucket was sent
+    "late": FactKind.ITEM_FLAGS,  # a gradient arrived again after the bucket was sent
     "busy_ms": FactKind.NUMBERS,  # time since the rank finished the previous synchronization
 }
 
@@ -66,26 +68,35 @@ class Trailer:
 
 def trailer_at(start: int, *, num_slots: int, num_buckets: int = 0, num_ranks: int = 0) -> Trailer:
     """Lays out a trailer from `start` on; with facts for the last of `num_buckets`."""
+    used = range(start, start + num_slots)
+    signature = range(used.stop, used.stop + 2 * SIGNATURE_BITS)
+    kinds = FACTS if num_buckets else {}
+    places = places_of(kinds, signature.stop, num_ranks=num_ranks, num_items=num_buckets)
+    stop = first_number = signature.stop
+    for name, place in places.items():
+        stop = place.stop
+        if kinds[name] is not FactKind.NUMBERS:
+            first_number = stop
+    numbers = range(first_number, stop)
+    return Trailer(used=used, signature=signature, facts=tuple(places.items()), numbers=numbers)
+
+
+def places_of(
+    kinds: Mapping[str, FactKind], start: int, *, num_ranks: int, num_items: int
+) -> dict[str, range]:
+    """Lays out facts from `start` on, numbers last: usual trailers differ in nothing else."""
     sizes = {
         FactKind.DIGEST: 2 * DIGEST_BITS,
         FactKind.RANK_FLAGS: num_ranks,
-        FactKind.BUCKET_FLAGS: num_buckets,
+        FactKind.ITEM_FLAGS: num_items,
         FactKind.NUMBERS: num_ranks,
     }
-    used = range(start, start + num_slots)
-    signature = range(used.stop, used.stop + 2 * SIGNATURE_BITS)
-    names = FACTS if num_buckets else ()
-    facts: list[tuple[str, range]] = []
-    stop = signature.stop
-    first_number = stop
-    # Numbers come last: usual trailers differ in nothing else.
-    for name in sorted(names, key=lambda name: FACTS[name] is FactKind.NUMBERS):
-        facts.append((name, range(stop, stop + sizes[FACTS[name]])))
-        stop += sizes[FACTS[name]]
-        if FACTS[name] is not FactKind.NUMBERS:
-            first_number = stop
-    numbers = range(first_number, stop)
-    return Trailer(used=used, signature=signature, facts=tuple(facts), numbers=numbers)
+    places: dict[str, range] = {}
+    stop = start
+    for name in sorted(kinds, key=lambda name: kinds[name] is FactKind.NUMBERS):
+        places[name] = range(stop, stop + sizes[kinds[name]])
+        stop = places[name].stop
+    return places
 
 
 @lru_cache(maxsize=256)

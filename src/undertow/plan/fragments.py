@@ -12,7 +12,7 @@ from undertow.wire import AUTO
 
 MOST_FRAGMENTS = 16
 _MARGIN = 1.5  # of an exchange, because links vary
-_STEPS_FOR_DELAY = 10  # of an interval, for a step of delay: what is trained in it is overwritten
+_STEPS_FOR_DELAY = 10  # of an interval, for a step of delay: its training is overwritten
 
 
 def layer_of(name: str) -> str:

@@ -110,12 +110,12 @@ class Plan:
 
     @property
     def groups(self) -> Groups:
-        """The groups from which `plan_from_groups` makes this plan."""
+        """The groups that `plan_from_groups` makes this plan from."""
         return tuple(bucket.params for bucket in self.buckets)
 
     @property
     def wires(self) -> Wires:
-        """The formats from which `plan_from_groups` makes this plan."""
+        """The formats that `plan_from_groups` makes this plan from."""
         return tuple(bucket.wire for bucket in self.buckets)
 
     @property
@@ -223,9 +223,9 @@ def plan_from_groups(
     start at a multiple of it, as the format of updated parameters needs it. `num_shards` is the
     ranks of a replica, which own whole parameters; None is all ranks.
 
-    Without parameters the plan still has one bucket with a trailer only, through which ranks
-    exchange facts. Raises ConfigError unless every parameter is in one group, with
-    parameters of its kind, and `num_ranks` is 1 to 1,048,576.
+    Without parameters the plan still has one bucket with a trailer only, for the facts of ranks.
+    Raises ConfigError unless every parameter is in one group, with parameters of its kind, and
+    `num_ranks` is 1 to 1,048,576.
     """
     require(
         type(num_ranks) is int and 1 <= num_ranks <= _MOST_RANKS,
@@ -267,7 +267,7 @@ def plan_from_groups(
 def _owners(
     params: Sequence[ParamSpec], groups: Sequence[Sequence[int]], num_shards: int
 ) -> dict[int, int]:
-    """Returns the owner of each parameter that one rank updates, whatever the order in a group."""
+    """Returns the owner of each parameter that one rank updates, for any order in a group."""
     whole = [sorted(param for param in group if params[param].is_whole) for group in groups]
     owners = dict[int, int]()
     for group, ranks in zip(whole, owners_of(params, whole, num_ranks=num_shards), strict=True):

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from undertow.cost import Costs, Payload, payloads_us
-from undertow.cost.costs import Floats
+from undertow.cost.curves import Floats
 from undertow.plan.layout import Groups, ParamSpec, Wires
 from undertow.plan.owners import largest_over_mean
 from undertow.plan.plan import Bucket, Plan

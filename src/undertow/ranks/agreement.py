@@ -1,4 +1,4 @@
-"""Facts that all ranks have alike: they compare them, and share the values of one rank.
+"""Facts that must be equal on all ranks: ranks compare them, or share the values of one rank.
 
 require_agreement                     settings, parameters and buffers: raises where ranks differ
 gather_json, gather_bytes             a full message of each rank
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from undertow.errors import ConfigError, PlanMismatch
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 from undertow.version import __version__
 
@@ -157,9 +158,9 @@ class _CommonBuffer:
 class CommonBuffers:
     """The buffers that every rank has: those in the tables when the ranks compared them.
 
-    Only these are sent, whatever has changed in a rank's module since. Otherwise ranks would wait
-    for each other forever or confuse two buffers. A buffer that was added later is left alone, and
-    so is one of another shape or dtype: its last tensor is sent instead.
+    Only these are sent, even if a rank's module has changed since. Otherwise ranks would wait for
+    each other forever or confuse two buffers. A buffer that was added later is left alone, and so
+    is one of another shape or dtype: its last tensor is sent instead.
     """
 
     def __init__(self, places: Sequence[Place] = ()) -> None:
@@ -226,8 +227,8 @@ def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int =
     """Gives every buffer the value that rank `source` of the group has.
 
     A buffer that changes becomes a new tensor: autograd may have saved the old one for a pending
-    backward, which would use whatever was written into it. Buffers that share memory with another
-    buffer, or require gradients, are written in place.
+    backward, which would use the written values. Buffers that share memory with another buffer, or
+    require gradients, are written in place.
     """
     buffers = common.now()
     for handle, values in _sent([buffer.tensor for buffer in buffers], group, source):
@@ -306,7 +307,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _chunks(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Splits tensors, by their indices, into chunks of one device; all ranks split alike.
+    """Splits tensors, by their indices, into chunks of one device, in the same way on all ranks.
 
     Wide dtypes come first in a chunk, so that every tensor begins at a multiple of its width.
     """

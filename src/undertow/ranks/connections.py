@@ -1,43 +1,23 @@
 """Connections of a rank to its two neighbors, over TCP, with the standard library alone.
 
-Ranks meet in the store of torch.distributed and leave there where they listen, with a random token.
-Every rank then does two things at once, so that ranks cannot wait for each other in a circle:
-
-- it connects to the next rank, and sends that rank's token;
-- it accepts connections until one has brought its own token.
-
-Then it meets the others again: if one of them was not reached, all give up.
-
-Outsiders can connect too. `handshake.py` says why they hold up no rank. The listening socket lives
-for the handshake only.
-
-A message is a line of JSON.
+Connection            sends and receives messages; a message is a line of JSON
+own_address, host_of  the addresses of this machine, and of a store
 
 Reasons: docs/design/lost-ranks.md.
 """
 
 import contextlib
-import json
 import os
-import secrets
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
-from undertow.ranks import patience
-from undertow.ranks.handshake import Handshake, Place
-
-OnWait = Callable[[Sequence[int]], object]
-
 _MAX_UNSENT = 1 << 20  # bytes for a neighbor that does not read; further messages to it are dropped
 _READ = 1 << 18
-_BACKLOG = 128
 # reserved for documents: the route to them is the default one
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
@@ -61,7 +41,7 @@ class Connection:
     def __init__(self, link: socket.socket, rank: int) -> None:
         self.rank = rank
         self._link = link
-        self._sending = threading.Lock()  # nobody waits for it
+        self._sending = threading.Lock()  # never waited for
         self._unsent = bytearray()
         self._received = b""
         link.setblocking(False)
@@ -88,8 +68,8 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much as the kernel takes. A connection that is gone takes nothing; reading tells
-        that.
+        """Sends as much as the kernel takes. A connection that is gone takes nothing; reading
+        detects it.
 
         Another caller may be sending, perhaps further up in this thread, because freeing a group in
         the middle of a send calls this again: that one sends this message too, or the guard's next
@@ -132,106 +112,6 @@ class Connection:
     def close(self) -> None:
         """Closes this process's copy."""
         self._link.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """A meeting of ranks in a store, which they ask for nothing that waits.
-
-    `on_wait` is called from time to time with the ranks that have not arrived; it may raise.
-    """
-
-    store: Store
-    key: str
-    rank: int
-    num_ranks: int
-    on_wait: OnWait
-
-    def arrive(self, place: str, told: str = "") -> None:
-        """Leaves the text `told` at a place, and waits until all ranks have arrived there."""
-        key = f"{self.key}/{place}"
-        self.store.set(f"{key}/{self.rank}", told)
-        num_here = self.store.add(key, 1)
-        pause_s = 0.001
-        look_s = time.monotonic() + patience.PROBE_S
-        while num_here < self.num_ranks:
-            time.sleep(pause_s)
-            pause_s = min(0.25, 1.5 * pause_s)
-            num_here = self.store.add(key, 0)
-            if num_here < self.num_ranks and time.monotonic() > look_s:
-                look_s = time.monotonic() + patience.PROBE_S
-                ranks = range(self.num_ranks)
-                self.on_wait([rank for rank in ranks if not self.store.check([f"{key}/{rank}"])])
-
-    def told_by(self, rank: int, place: str) -> str:
-        """Returns the text that a rank has left at a place where all have arrived."""
-        return str(self.store.get(f"{self.key}/{place}/{rank}").decode())
-
-    @property
-    def has_failed(self) -> bool:
-        return bool(self.store.check([f"{self.key}/why"]))
-
-    def fail(self, why: str) -> None:
-        """Tells all ranks the reason, unless they have one: later ranks fail because of it."""
-        if not self.has_failed:
-            self.store.set(f"{self.key}/why", why)
-
-
-def connect_ring(meeting: Rendezvous) -> list[Connection]:
-    """Connects this rank to its neighbors and returns them, the next one first; every rank of the
-    ring calls it.
-
-    Raises ConnectionError on every rank, with one reason, if some pair cannot connect.
-    """
-    rank = meeting.rank
-    links = dict[int, socket.socket]()
-    here = Place(rank, "", 0, secrets.token_hex())
-    with contextlib.ExitStack() as undo:
-        try:
-            listener = undo.enter_context(_listening(own_address(host_of(meeting.store))))
-            address, port, *_ = listener.getsockname()
-            here = Place(rank, address, port, here.token)
-        except OSError as error:
-            meeting.fail(f"rank {rank} cannot listen for other ranks: {error}")
-        meeting.arrive("at", json.dumps([here.address, here.port, here.token]))
-        try:
-            if not meeting.has_failed:
-                links = _neighbors(listener, here, meeting)
-        except OSError as error:
-            meeting.fail(f"rank {rank} {error}")
-        for link in links.values():
-            undo.callback(link.close)
-        meeting.arrive("through")
-        if meeting.has_failed:
-            raise ConnectionError(meeting.store.get(f"{meeting.key}/why").decode())
-        undo.pop_all()
-        listener.close()
-    return [Connection(link, other) for other, link in links.items()]
-
-
-def _neighbors(
-    listener: socket.socket, here: Place, meeting: Rendezvous
-) -> dict[int, socket.socket]:
-    """Returns the connections to the next rank and to the one before, by rank.
-
-    Returns none if another rank has failed meanwhile. Raises OSError if a neighbor is not connected
-    in time.
-    """
-    # Two ranks are neighbors on both sides, and one connection is enough.
-    are_two = meeting.num_ranks == 2
-    after, before = (here.rank + 1) % meeting.num_ranks, (here.rank - 1) % meeting.num_ranks
-    with contextlib.closing(Handshake(here, before)) as handshake:
-        if not are_two or here.rank == 0:
-            handshake.connect(Place(after, *json.loads(meeting.told_by(after, "at"))))
-        if not are_two or here.rank == 1:
-            handshake.accept(listener)
-        until_s = time.monotonic() + patience.CONNECT_S
-        while time.monotonic() < until_s and not meeting.has_failed:
-            if handshake.is_done_within(patience.LOOK_S):
-                return handshake.taken()
-        if not meeting.has_failed:
-            raise handshake.why_not()
-    return {}
 
 
 def own_address(host: str) -> str:
@@ -288,10 +168,3 @@ def _address_towards(host: str) -> str:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-def _listening(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-    listener.setblocking(False)
-    return listener

@@ -28,15 +28,15 @@ _WORD = (1 << 31) - 1  # products of two words fit into 64 bits
 _NUM_PARAMS, _NUM_ELEMENTS = 8, 64  # that a digest reads: at most, and of each
 
 
-class Stage(IntEnum):
+class Rounding(IntEnum):
     """A rounding on the way of a gradient. The roundings must not depend on each other."""
 
     OWN = 0  # of a rank's own values
     ACROSS = 1  # of the sums of a row, for the other rows of a mesh
-    MEAN = 2  # of a part's mean, by its owner: the same on every rank, whoever owns the part
+    MEAN = 2  # of a part's mean, by its owner: the same on every rank, for any owner
 
 
-# By which the offsets of each stage turn when a synchronization repeats: `_UNIT` divided by powers
+# The offsets of each stage turn by these when a synchronization repeats: `_UNIT` divided by powers
 # of the root of x^4 = x + 1. Together they cover all combinations evenly.
 _TURNS = (13743435, 11258243, 9222445)
 
@@ -47,9 +47,9 @@ class Turn:
 
     digest: Tensor | int  # [] int64 below 2^31: of the parameters
     repeats: Tensor | int = 0  # [] int64: synchronizations before it with the same digest
-    _rows: dict[tuple[int, Stage, int], Tensor] = field(default_factory=dict)
+    _rows: dict[tuple[int, Rounding, int], Tensor] = field(default_factory=dict)
 
-    def offsets(self, numel: int, stage: Stage, *, rank: int, device: torch.device) -> Tensor:
+    def offsets(self, numel: int, stage: Rounding, *, rank: int, device: torch.device) -> Tensor:
         """Returns the offsets of the elements of a block, between -1/2 and 1/2. [numel] float32"""
         key = (numel, stage, rank)
         # On a device, another bucket's stream may not have waited for the row.
@@ -64,8 +64,8 @@ class Turn:
         return self._rows[key]
 
 
-def _mixed(digest: Tensor | int, stage: Stage) -> Tensor | int:
-    """Returns a pseudo-random number below 2^31; those of the stages look independent."""
+def _mixed(digest: Tensor | int, stage: Rounding) -> Tensor | int:
+    """Returns a pseudo-random number below 2^31; numbers of different stages look independent."""
     mixed = (digest + (stage + 1) * 0x3C6EF372) & _WORD
     for factor in (0x45D9F3B5, 0x2C1B3C6D):
         mixed = ((mixed ^ (mixed >> 15)) * factor) & _WORD

@@ -23,7 +23,7 @@ _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
 _ALL_WAIT = "all ranks wait, for different things"
 _ALL_WAIT_FOR_IT = "all ranks wait for it"
-_MAX_TEXT = 2000  # limit on the characters of an error that are sent
+_MAX_TEXT = 2000  # most characters of an error that are sent
 _KINDS = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
 # Parts of a file's path, and the activity of a thread that runs its code.
 _ACTIVITIES = {
@@ -94,7 +94,7 @@ class Activity:
     # completed synchronizations; True if a step has begun since
     steps: Callable[[], tuple[int, bool]] = lambda: (0, True)
     module: Callable[[], nn.Module | None] = lambda: None  # a weak reference
-    # the training thread as far as known: this one until another trains
+    # the known training thread: this one until another trains
     thread: int = field(default_factory=threading.get_ident)
     # its name, and when it began; without a name if this rank does not wait
     wait: tuple[str, float] = "", 0.0
@@ -176,7 +176,7 @@ def failed(rank: int, error: BaseException) -> Fault:
 def lost(rank: int) -> Fault:
     return Fault(
         RankLost,
-        f"rank {rank} is gone: its process has ended without a word, or was killed.",
+        f"rank {rank} is gone: its process exited or was killed without reporting an error.",
         "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), "
         "and start from a checkpoint.",
     )

@@ -46,8 +46,7 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class GroupRef:
-    """A description of a process group of the user's, from which a clone can be made; it can be
-    pickled.
+    """Describes a process group of the user's, so that a clone can be made; it can be pickled.
 
     The group itself is referenced weakly, because torch.distributed owns it: a process may abort at
     exit if other code holds a group when it is destroyed.

@@ -10,7 +10,6 @@ Reasons: docs/design/lost-ranks.md.
 """
 
 import contextlib
-import json
 import logging
 import multiprocessing.util
 import os
@@ -19,19 +18,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from undertow.config import SyncConfig
-from undertow.errors import RankLost, UndertowError
 from undertow.ranks import faults, patience
-from undertow.ranks.connections import Rendezvous, connect_ring
 from undertow.ranks.faults import Activity
+from undertow.ranks.handshake import connect_ring
+from undertow.ranks.meeting import meeting_of
 from undertow.ranks.threads import end_workers
-from undertow.ranks.watch import NullWatch, Ring, Watch
+from undertow.ranks.watch import Interruptible, NullWatch, Ring, Watch
 from undertow.torch_private import private
 
 _log = logging.getLogger("undertow")
@@ -49,7 +47,7 @@ def watch_over(
     ring = GUARD.ring_of(ranks)
     if ring is None:
         neighbors = []
-        with _meeting(ranks, rank, limits, NullWatch(), within_s) as meeting:
+        with meeting_of(ranks, rank, limits, NullWatch(), within_s) as meeting:
             try:
                 neighbors = connect_ring(meeting)
             except ConnectionError as error:
@@ -72,7 +70,7 @@ def meet(
 
     Raises StallTimeout if one does not arrive in time.
     """
-    with _meeting(ranks, rank, limits, watch, within_s) as meeting:
+    with meeting_of(ranks, rank, limits, watch, within_s) as meeting:
         meeting.arrive("group")
 
 
@@ -89,10 +87,9 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
         yield
         return
 
-    def interrupt() -> Callable[[], None]:
-        return partial(private.interrupt, group)
-
-    watch.interrupts.append(interrupt)
+    users = _UsersGroup(group)
+    weak: weakref.ref[Interruptible] = weakref.ref(users)
+    watch.groups.append(weak)
     try:
         watch.check()
         if what:
@@ -100,7 +97,17 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
         with watch.waiting(what):
             yield
     finally:
-        watch.interrupts.remove(interrupt)
+        watch.groups.remove(weak)
+
+
+class _UsersGroup:
+    """A group of the user's while this rank waits over it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def interrupt(self) -> None:
+        private.interrupt(self._group)
 
 
 _NO_WATCH = (
@@ -108,56 +115,6 @@ _NO_WATCH = (
     "  Training continues, and lost ranks are found by the backend and its timeout alone.\n"
     "  Allow TCP connections between all ranks, on any port."
 )
-
-
-@contextlib.contextmanager
-def _meeting(
-    ranks: tuple[int, ...], rank: int, limits: SyncConfig, watch: NullWatch, within_s: float
-) -> Iterator[Rendezvous]:
-    """Context for a meeting of these ranks, each of which counts its own.
-
-    Raises what `watch` knows of a rank that is gone, or StallTimeout.
-    """
-    here = f"rank {rank}"
-    where = f"the making of a process group, {here}"
-    patience_s = min(limits.stall_timeout_s, within_s)
-    began_s = time.monotonic()
-    told_s = 0.0
-
-    def on_wait(late: Sequence[int]) -> None:
-        """Raises if the ranks that have not arrived do not arrive in time."""
-        nonlocal told_s
-        waited_s = time.monotonic() - began_s
-        gives_up = waited_s > patience_s or watch.fault is not None
-        if gives_up and not store.check([over]):
-            # tells ranks that arrive later, whose watch may be younger than the fault
-            store.set(over, json.dumps(list(late) or [rank]))
-        watch.check()
-        if store.check([over]):
-            raise faults.never_came(json.loads(store.get(over)), patience_s).error(where)
-        if waited_s > told_s + limits.stall_warning_s:
-            told_s = waited_s
-            named = ", ".join(map(str, late))
-            faults.tell(
-                f"{here} has waited {waited_s:.0f} s for rank {named} to synchronize a model."
-            )
-
-    try:
-        store = private.default_store()
-        name = f"undertow/ring/{private.name_of(ranks)}"
-        key = f"{name}/{store.add(f'{name}/tries/{rank}', 1)}"
-        over = f"{key}/over"
-        on_wait(())
-        yield Rendezvous(store, key, rank, len(ranks), on_wait)
-    except UndertowError:
-        raise
-    except RuntimeError as error:  # from the store
-        raise RankLost(
-            "the store that connects the ranks is gone, most likely because the rank that served "
-            "it has ended.",
-            where=where,
-            remedy="Find out why that process ended, often rank 0's, and start again.",
-        ) from error
 
 
 class Guard:
@@ -266,10 +223,10 @@ class Guard:
             ready = selector.select(patience.LOOK_S)
         for key, _ in ready:
             ring, neighbor = key.data
-            messages, is_there = neighbor.receive()
-            if not is_there:
+            messages, is_connected = neighbor.receive()
+            if not is_connected:
                 neighbor.close()
-            ring.hear(neighbor, messages, is_there)
+            ring.hear(neighbor, messages, is_connected)
         for watch in self._watches():
             watch.judge()
 

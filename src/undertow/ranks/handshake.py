@@ -1,28 +1,100 @@
 """The handshake of a rank with its neighbors: it connects to the next one, while the one before it
 connects to it.
 
-Outsiders can reach the port too, as many as like, and can send slowly, or nothing. They hold up no
+Ranks meet in the store of torch.distributed and leave there where they listen, with a random token.
+Every rank then does two things at once, so that ranks cannot wait for each other in a circle:
+
+- it connects to the next rank, and sends that rank's token;
+- it accepts connections until one has brought its own token.
+
+Then it meets the others again: if one of them was not reached, all give up. The listening socket
+lives for the handshake only.
+
+Any number of outsiders can reach the port too, and can send slowly, or nothing. They hold up no
 rank, because all connections are served together:
 
 - each has `PROOF_S` for its whole token, however its bytes arrive;
 - if too many wait for their token, a new one replaces the oldest;
-- nothing that an outsider sends is parsed, and only the whole token is compared.
+- bytes of an outsider are never parsed, and only the whole token is compared.
+
+Reasons: docs/design/lost-ranks.md.
 """
+
+from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import selectors
 import socket
 import time
 from dataclasses import dataclass
-from functools import partial
+from typing import cast
 
 from undertow.ranks import patience
+from undertow.ranks.connections import Connection, host_of, own_address
+from undertow.ranks.meeting import Meeting
 
+_BACKLOG = 128
 _MAX_UNPROVEN = 64  # connections without a token; far fewer than a process may have open
 _UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK)  # the second one on Windows
+
+
+def connect_ring(meeting: Meeting) -> list[Connection]:
+    """Connects this rank to its neighbors and returns them, the next one first; every rank of the
+    ring calls it.
+
+    Raises ConnectionError on every rank, with one reason, if some pair cannot connect.
+    """
+    rank = meeting.rank
+    links = dict[int, socket.socket]()
+    here = Place(rank, "", 0, secrets.token_hex())
+    with contextlib.ExitStack() as undo:
+        try:
+            listener = undo.enter_context(_listening(own_address(host_of(meeting.store))))
+            address, port, *_ = listener.getsockname()
+            here = Place(rank, address, port, here.token)
+        except OSError as error:
+            meeting.fail(f"rank {rank} cannot listen for other ranks: {error}")
+        meeting.arrive("at", json.dumps([here.address, here.port, here.token]))
+        try:
+            if not meeting.has_failed:
+                links = _neighbors(listener, here, meeting)
+        except OSError as error:
+            meeting.fail(f"rank {rank} {error}")
+        for link in links.values():
+            undo.callback(link.close)
+        meeting.arrive("through")
+        if meeting.has_failed:
+            raise ConnectionError(meeting.store.get(f"{meeting.key}/why").decode())
+        undo.pop_all()
+        listener.close()
+    return [Connection(link, other) for other, link in links.items()]
+
+
+def _neighbors(listener: socket.socket, here: Place, meeting: Meeting) -> dict[int, socket.socket]:
+    """Returns the connections to the next rank and to the one before, by rank.
+
+    Returns none if another rank has failed by then. Raises OSError if a neighbor is not connected
+    in time.
+    """
+    # Two ranks are neighbors on both sides, and one connection is enough.
+    are_two = meeting.num_ranks == 2
+    after, before = (here.rank + 1) % meeting.num_ranks, (here.rank - 1) % meeting.num_ranks
+    with contextlib.closing(Handshake(here, before)) as handshake:
+        if not are_two or here.rank == 0:
+            handshake.connect(Place(after, *json.loads(meeting.told_by(after, "at"))))
+        if not are_two or here.rank == 1:
+            handshake.accept(listener)
+        until_s = time.monotonic() + patience.CONNECT_S
+        while time.monotonic() < until_s and not meeting.has_failed:
+            if handshake.is_done_within(patience.LOOK_S):
+                return handshake.taken()
+        if not meeting.has_failed:
+            raise handshake.why_not()
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +112,7 @@ class Place:
 
 @dataclass(slots=True)
 class _Proof:
-    """What a connection has sent of the token, and when its time is over."""
+    """The part of the token that a connection has sent, and when its time ends."""
 
     until_s: float
     said: bytes = b""
@@ -72,12 +144,12 @@ class Handshake:
                 _require_success(code)
         except OSError as error:
             raise _not_connected(place, error) from error
-        self._selector.register(link, selectors.EVENT_WRITE, partial(self._prove, link, place))
+        self._selector.register(link, selectors.EVENT_WRITE)
 
     def accept(self, listener: socket.socket) -> None:
         """Starts to accept connections, until the rank before has brought the token."""
         self._accepting = listener
-        self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+        self._selector.register(listener, selectors.EVENT_READ)
 
     def is_done_within(self, limit_s: float) -> bool:
         """Serves all connections; returns True as soon as both neighbors are connected."""
@@ -91,8 +163,17 @@ class Handshake:
                     self._drop(link)
             next_s = min([until_s, *(proof.until_s for proof in self._unproven.values())])
             for key, _ in self._selector.select(next_s - now_s):
-                key.data()
+                self._serve(cast(socket.socket, key.fileobj))
         return True
+
+    def _serve(self, link: socket.socket) -> None:
+        """Serves a connection, or the listener, that was ready: it may have been dropped since."""
+        if link is self._accepting:
+            self._accept(link)
+        elif link in self._unproven:
+            self._read(link, self._unproven[link])
+        elif self._connecting is not None and link is self._links.get(self._connecting.rank):
+            self._prove(link, self._connecting)
 
     def taken(self) -> dict[int, socket.socket]:
         """Returns the connections to the neighbors, by rank; `close` leaves them open."""
@@ -122,8 +203,6 @@ class Handshake:
         self._connecting = None
 
     def _accept(self, listener: socket.socket) -> None:
-        if self._accepting is None:  # the token came in the same moment
-            return
         # the other side may have gone already
         with contextlib.suppress(BlockingIOError, ConnectionError):
             link, _ = listener.accept()
@@ -131,13 +210,10 @@ class Handshake:
             if len(self._unproven) == _MAX_UNPROVEN:
                 self._drop(next(iter(self._unproven)))
             self._unproven[link] = _Proof(time.monotonic() + patience.PROOF_S)
-            self._selector.register(link, selectors.EVENT_READ, partial(self._read, link))
+            self._selector.register(link, selectors.EVENT_READ)
 
-    def _read(self, link: socket.socket) -> None:
+    def _read(self, link: socket.socket, proof: _Proof) -> None:
         """Reads the token, or a part of it."""
-        proof = self._unproven.get(link)
-        if proof is None:  # it was dropped in the same moment
-            return
         part = b""
         try:
             part = link.recv(len(self._token) - len(proof.said))
@@ -178,3 +254,10 @@ def _require_success(code: int) -> None:
 
 def _not_connected(place: Place, error: OSError) -> ConnectionError:
     return ConnectionError(f"cannot connect to {place}: {error}")
+
+
+def _listening(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from undertow.plan.layout import round_up
-from undertow.ranks.dither import Stage, Turn
+from undertow.ranks.dither import Rounding, Turn
 from undertow.wire import Wire, forget_scratch
 
 ALIGN_BYTES = 16  # of the values in full width, so that any dtype can be viewed there
@@ -86,7 +86,9 @@ class Encoded:
     own_dither: Tensor | None = field(default=None, compare=False)
     mean_dither: Tensor | None = field(default=None, compare=False)
 
-    def dithered(self, turn: Turn, stage: Stage, *, rank: int, device: torch.device) -> "Encoded":
+    def dithered(
+        self, turn: Turn, stage: Rounding, *, rank: int, device: torch.device
+    ) -> "Encoded":
         """Returns the parcel of one synchronization, with offsets if the format takes them.
 
         Args:
@@ -101,7 +103,7 @@ class Encoded:
         return replace(
             self,
             own_dither=turn.offsets(block, stage, rank=rank, device=device),
-            mean_dither=turn.offsets(block, Stage.MEAN, rank=0, device=device),
+            mean_dither=turn.offsets(block, Rounding.MEAN, rank=0, device=device),
         )
 
     def payload(self, itemsize: int) -> int:

@@ -6,15 +6,15 @@ process.
 """
 
 # Checks.
-LOOK_S = 0.25  # between two checks of how long this rank has waited, and whether a rank is gone
+LOOK_S = 0.25  # between two looks at how long this rank has waited, and of a wait at the fault
 PROBE_S = 2.0  # between two checks whether a rank that has not arrived at a meeting exists at all
 
 # Actions of a waiting rank.
 ANSWERS_S = 1.0  # for ranks to report their activity
-VERDICT_S = 5.0  # from a broken connection until it is known which rank is gone
+VERDICT_S = 5.0  # at most, from a transport's error until the ring tells the reason
 # grace period after another rank ended with an error: this rank may be about to raise the same
 ENDS_S = 2.0
-GRACE_S = 0.2  # for messages that a rank sent before it ended: they may complete the step
+GRACE_S = 0.2  # for data of collectives that a rank sent before it ended: it may complete the step
 
 # Connecting and closing.
 CONNECT_S = 10.0  # when all ranks are there

@@ -37,10 +37,15 @@ class WorkerThread(threading.Thread):
         self.groups = groups
 
     def run(self) -> None:
-        while (item := self.work.get()) is not None:
-            item()
+        is_ending = False
+        while not (is_ending and self.work.empty()):  # a task may have submitted a further one
+            item = self.work.get()
+            if item is None:
+                is_ending = True
+            else:
+                item()
             del item  # otherwise its tensors would stay alive until the next task
-        _running.discard(self)
+        _running.pop(self, None)
 
 
 class Worker:
@@ -48,8 +53,8 @@ class Worker:
 
     The process waits for its tasks at exit, unless a rank of them is lost.
 
-    A gloo send that is partly in the socket never returns after its connection breaks, whatever is
-    tried. The executors of the standard library would wait for it forever.
+    A gloo send that is partly in the socket never returns after its connection breaks. Nothing ends
+    it. The executors of the standard library would wait for it forever.
     """
 
     def __init__(self, name: str, *groups: Group) -> None:
@@ -68,7 +73,7 @@ class Worker:
         if self._thread is None:
             thread = WorkerThread(self._name, self.groups)
             thread.start()  # before it is noted: joining a thread that could not start would fail
-            _running.add(thread)
+            _running[thread] = None
             self._thread = thread
             weakref.finalize(self, thread.work.put, None).atexit = False
         self._thread.work.put(partial(work, *args))
@@ -89,7 +94,8 @@ def end_workers() -> None:
             while thread.is_alive() and not may_be_stuck(thread.groups):
                 thread.join(patience.LOOK_S)
             thread.join(patience.EXIT_S)
-            _running.discard(thread)
+            _running.pop(thread, None)
 
 
-_running: set[WorkerThread] = set()
+# In the order of their starts: a worker may give tasks to one that has started later.
+_running: dict[WorkerThread, None] = {}

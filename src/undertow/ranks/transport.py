@@ -1,24 +1,20 @@
-"""Undertow's process groups, the collectives over them, and their handles. No other file makes
-groups or calls collectives of torch.distributed.
+"""Undertow's process groups, and the collectives over them. No other file makes groups or calls
+collectives of torch.distributed.
 
 OwnGroup                          a clone of the user's group, and the messages over it
-Handle                            a message in flight: wait for it, poll it, or await it
 all_reduce_over, all_gather_over  collectives over a group of the user's
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, cached_property
-from operator import methodcaller
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -31,12 +27,10 @@ from undertow.ranks import patience
 from undertow.ranks.faults import Activity, raised
 from undertow.ranks.group import Abilities, GroupRef
 from undertow.ranks.guard import meet, over_users, watch_over
+from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.threads import Worker
 from undertow.ranks.watch import NullWatch
 from undertow.torch_private import private
-
-Work: TypeAlias = Any  # a dist.Work, to which torch's signatures add None, or the like
-Task = Callable[[], Any]
 
 _CLOSED = NullWatch()  # of groups that are closed
 # The backend's own collectives on one tensor; torch < 2.13 has the second names.
@@ -46,130 +40,6 @@ _reduce_scatter: Callable[..., Work] = (
 _all_gather: Callable[..., Work] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-_wait = methodcaller("wait")
-
-
-class Handle:
-    """A message in flight, and the function that follows it. Wait for it, poll it, or await it.
-
-    `complete` waits for one work and raises if it failed. `finish` is called once, by the first
-    wait, and holds the inputs of the works. A backend releases them as soon as any stream, such as
-    a clock's, waits for a work; a stream that has not waited could then overwrite the memory.
-
-    Later waits do nothing, so a message is there for the stream of the first wait. With `record`, a
-    device's, every stream that waits follows it: a handle that user code has may need that.
-    """
-
-    def __init__(
-        self,
-        *works: Work,
-        complete: Callable[[Work], object] = _wait,
-        finish: Callable[[], object] | None = None,
-        result: Tensor | None = None,
-        record: Callable[[], torch.Event] | None = None,
-    ) -> None:
-        self.works = works
-        self.is_found_complete = False  # set after the first wait or successful poll
-        self._is_waited = False
-        self._complete = complete
-        self._finish = finish
-        self._result = result
-        self._record = record
-        self._arrived: torch.Event | None = None  # the end of the first wait
-
-    @classmethod
-    def in_threads(
-        cls, stage: Task, *threads: Worker, complete: Callable[[Work], object]
-    ) -> Handle:
-        """Runs `stage` in the first thread, then in each other one the stage that the one before
-        has returned."""
-        work = _ThreadWork()
-        threads[0].submit(work.run, stage, *threads[1:])
-        return cls(work, complete=complete)
-
-    @classmethod
-    def failed(cls, error: BaseException) -> Handle:
-        """Returns a handle whose waits raise `error`."""
-        work = _ThreadWork()
-        work.set_exception(error)
-        return cls(work)
-
-    def wait(self) -> None:
-        """Waits until the work is complete (on a device: makes the current stream wait).
-
-        Raises the backend's error if it failed or timed out.
-        """
-        if self._is_waited:
-            if self._arrived is not None:
-                self._arrived.wait()
-            return
-        for work in self.works:
-            self._complete(work)
-        finish = self._finish
-        if finish is not None:
-            with torch.no_grad():
-                finish()
-        if self._record is not None:
-            self._arrived = self._record()
-        self._finish = None  # only now, because another thread or a signal handler may wait too
-        self._is_waited = True
-        self.is_found_complete = True
-
-    def result(self) -> Tensor:
-        """Waits for the tensor that the message brings, and returns it."""
-        self.wait()
-        assert self._result is not None  # OwnGroup.all_gather and broadcast bring one
-        return self._result
-
-    def block_stream(self) -> None:
-        """Makes the current stream wait for the work, not the host; `wait` is still needed."""
-        for work in self.works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        self.is_found_complete = self._is_waited or all(work.is_completed() for work in self.works)
-        return self.is_found_complete
-
-    def on_done(self, callback: Callable[[object], object]) -> None:
-        """Calls `callback` when the last work is complete, from another thread or right away."""
-        self.works[-1].get_future().add_done_callback(callback)
-
-    def __await__(self) -> Generator[Any, None, None]:
-        loop = asyncio.get_running_loop()
-        arrived = asyncio.Event()
-        self.on_done(lambda _: loop.call_soon_threadsafe(arrived.set))
-        yield from arrived.wait().__await__()
-        self.wait()
-
-
-class _ThreadWork(Future[Any]):
-    """Work in stages that threads of the host run, with the methods of a dist.Work."""
-
-    is_completed = Future.done
-
-    def run(self, stage: Task, *threads: Worker) -> None:
-        """Runs `stage`, then in each of `threads` the stage that the one before has returned.
-
-        The result of the last stage is the work's. An error is passed to those who wait.
-        """
-        try:
-            with torch.no_grad():
-                result = stage()
-            if threads:
-                threads[0].submit(self.run, result, *threads[1:])
-            else:
-                self.set_result(result)
-        except BaseException as error:
-            self.set_exception(error)
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Waits for the end; raises the error of a stage, or RuntimeError after `limit`."""
-        if limit is not None and not wait([self], timeout=limit.total_seconds()).done:
-            raise RuntimeError("the work has not ended within the time limit.")
-        self.result()
-
-    def get_future(self) -> Future[Any]:
-        return self
 
 
 class OwnGroup:
@@ -245,7 +115,7 @@ class OwnGroup:
             self.watch = watch_over(ranks, self.rank, self._limits, self.here, within_s=within_s)
         else:
             self.watch = self._within.watch
-        self.watch.interrupts.append(weakref.WeakMethod(self.interrupt))
+        self.watch.groups.append(weakref.ref(self))
         what = "all ranks, to make a process group"
         self.makes_call(what)
         with self.waiting(what):
@@ -260,7 +130,7 @@ class OwnGroup:
         """
         if self.backend != "gloo":
             return self._clone()
-        made = _ThreadWork()
+        made = ThreadWork()
         thread = self.worker("undertow-connects")
         thread.submit(made.run, self._clone)
         thread.shutdown()
@@ -304,7 +174,7 @@ class OwnGroup:
         *,
         finish: Callable[[], object] | None = None,
     ) -> Handle:
-        """Starts to reduce `tensor` in place, as part of what its waits have the name of.
+        """Starts to reduce `tensor` in place, as part of a larger operation that names its waits.
 
         Waiting for the handle raises if a rank is gone, else calls `finish`.
         """
@@ -334,7 +204,7 @@ class OwnGroup:
         self.makes_call(name)
         return self._handle(work, name, tensor)
 
-    # Messages of `exchanges`. Their waits have the names of what they are part of.
+    # Messages of `exchanges`, whose waits have the exchange's name.
 
     def scatter_sum(self, part: Tensor, values: Tensor) -> Work:
         """Starts to write this rank's part of the sum of all ranks' `values` into `part`."""
@@ -370,10 +240,10 @@ class OwnGroup:
         return [over.recv([parts[peer]], peer, tag) for peer in self.peers]
 
     def complete(self, work: Work) -> None:
-        """Waits for `work` (on a device: makes the current stream wait); raises its error if it
-        failed.
+        """Waits for `work`; on a device, makes the current stream wait.
 
-        Raises RuntimeError if the work cannot complete because a rank is gone.
+        Raises the transport's error, or RuntimeError if the work cannot complete because a rank is
+        gone. A context of `waiting` around the call replaces these by the reason.
         """
         is_broken = False
         while self.hardware.is_host and not work.is_completed():
@@ -462,9 +332,9 @@ class OwnGroup:
                     dist.destroy_process_group(group)
 
     def interrupt(self) -> None:
-        """Interrupts the clone and the user's groups over which it waits.
+        """Interrupts the clone, and the user's group if it waits over that.
 
-        Called from the thread that listens to other ranks.
+        Called by the thread that listens to other ranks, or by one that is about to raise.
         """
         # otherwise this thread might hold the last reference to a group and destroy it too early
         with self._destroying:

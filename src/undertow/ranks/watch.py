@@ -9,15 +9,15 @@
 When a process ends for any reason, the kernel closes its connections, over every backend: a
 connection that ends is a lost rank, unless the rank has said before that it leaves.
 
-The ring is a ring because a rank then has two connections, of however many ranks; no rank is
-special, so that any may be lost; and one cut link or one rank lost leaves the others connected. Two
-lost ranks cut it in parts, and each part has a neighbor of a lost rank. News needs half a round: of
-1,000 ranks, 500 hops of a fraction of a millisecond.
+A ring gives each rank two connections, for any number of ranks. No rank is special, so any rank can
+be lost. One cut link or one lost rank leaves the others connected. Two lost ranks cut the ring in
+parts, and each part has a neighbor of a lost rank. A message travels half a round: with 1,000
+ranks, 500 hops of a fraction of a millisecond.
 
 A message is a JSON object with its `kind`, the rank that says it (`from`), and, if it is about one
 model, the `number` of the model. It goes both ways round, up to the rank that has said it. A rank
-forwards a message to its other neighbor before it acts on it, because the message may end it. To
-hear one twice changes nothing.
+forwards a message to its other neighbor before it acts on it, because the message may end it.
+Receiving a message twice changes nothing.
 
     kind     from whom, when                                  a rank that receives it
     fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
@@ -27,10 +27,10 @@ hear one twice changes nothing.
     tells    a rank that calls `ask`, with its text           keeps it for its own `ask`
 
 If all ranks answer that they wait, the same rank asks again, `about` the collective calls that they
-have made. If each has made one that another one lacks, and no wait has ended meanwhile, the ranks
+have made. If each has made one that another one lacks, and no wait has ended in between, the ranks
 are in a deadlock, and it fails (`faults.are_in_deadlock`).
 
-Nothing is said while nobody waits for long. A fault is latched before groups are interrupted, so
+Ranks send nothing unless one waits for long. A fault is latched before groups are interrupted, so
 that a thread whose collective breaks finds the reason.
 
 Reasons: docs/design/lost-ranks.md.
@@ -51,7 +51,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from reprlib import repr as brief
-from typing import Any
+from typing import Any, Protocol
 
 from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
@@ -62,8 +62,6 @@ from undertow.ranks.faults import Activity, Answer, Call, Fault
 from undertow.ranks.threads import WorkerThread
 
 Message = dict[str, Any]
-# a weak reference to a method that ends every wait over a group
-Interrupt = Callable[[], Callable[[], None] | None]
 
 _log = logging.getLogger("undertow")
 # Timeouts of a collective (also of one whose connections another collective's timeout has closed:
@@ -83,13 +81,20 @@ _OF_TRANSPORTS = re.compile(
 )
 
 
+class Interruptible(Protocol):
+    """A group over which this rank may wait: `OwnGroup`, or a group of the user's."""
+
+    def interrupt(self) -> None:
+        """Ends every wait for them."""
+
+
 class NullWatch:
     """The watch of a rank that has no other ranks, or is connected to none."""
 
     fault: Fault | None = None  # why no collective can succeed
 
     def __init__(self) -> None:
-        self.interrupts: list[Interrupt] = []
+        self.groups: list[weakref.ref[Interruptible]] = []  # that this rank may wait for
 
     def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Context for a wait for other ranks; an error inside it is replaced by its reason if that
@@ -108,9 +113,8 @@ class NullWatch:
         """Raises if a rank is gone or has failed."""
 
     def fail(self, reason: Fault | BaseException) -> None:
-        """Makes all ranks give up.
-
-        By a fault, or by an error of this rank, whose reason is raised if that is known.
+        """Makes all ranks give up, because of a fault or an error of this rank. Raises the reason
+        of the error if it is known.
         """
 
     def ask(self, text: str) -> dict[int, str]:
@@ -151,7 +155,7 @@ class Ring:
     def say_failed(self, error: BaseException) -> None:
         self.say("fails", **faults.failed(self.rank, error).content())
 
-    def hear(self, source: Connection, messages: Sequence[bytes], is_there: bool) -> None:
+    def hear(self, source: Connection, messages: Sequence[bytes], is_connected: bool) -> None:
         """Handles the messages of a neighbor, and the end of the connection to it."""
         for message in messages:
             try:
@@ -164,7 +168,7 @@ class Ring:
                     brief(message),
                 )
         with self.condition:
-            if is_there or source not in self.neighbors:  # this rank has left the ring
+            if is_connected or source not in self.neighbors:  # this rank has left the ring
                 return
             self.neighbors.remove(source)
         if source.rank not in self.left and self.fault is None:
@@ -217,7 +221,8 @@ class Watch(NullWatch):
         self.limits = limits
         self.here = here
         self.fault = ring.fault
-        self.interrupt_s = math.inf  # when waits over the groups are interrupted
+        # when waits over the groups are interrupted at the latest; inf if that is done or not due
+        self.interrupt_at_s = math.inf
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
         self.asked_s = -math.inf  # when a rank that had waited for long asked
         self.answers: dict[int, Answer] = {}  # to that
@@ -235,13 +240,13 @@ class Watch(NullWatch):
 
     def check(self) -> None:
         if self.fault is not None:
-            raise self.last_error(self.fault)
+            raise self.give_up(self.fault)
 
     def fail(self, reason: Fault | BaseException) -> None:
         if isinstance(reason, Fault):
             self.say("fails", **reason.content())
             return
-        self.explain(reason)
+        self.raise_reason(reason)
         if self.fault is None:
             # The other ranks would take the next message for one that is missing, and gloo ends a
             # process for that.
@@ -259,7 +264,7 @@ class Watch(NullWatch):
             self.say(
                 "leaves", **faults.left(self.ring.rank, error, self.here.num_steps()).content()
             )
-        elif self.interrupt_s < math.inf:  # from now on nobody looks at this model
+        elif self.interrupt_at_s < math.inf:  # this model is not watched any more
             self.interrupt()
         self.ring.watches.pop(self.number, None)
 
@@ -271,7 +276,7 @@ class Watch(NullWatch):
             case "fails" if self.fault is None:
                 # The guard's thread interrupts waits over the groups a little later.
                 self.fault = faults.fault_from(message)
-                self.interrupt_s = time.monotonic() + patience.GRACE_S
+                self.interrupt_at_s = time.monotonic() + patience.GRACE_S
             # a model's last message tells its progress
             case "leaves" if "number" in message or rank not in self.left:
                 self.left[rank] = faults.fault_from(message)
@@ -291,8 +296,8 @@ class Watch(NullWatch):
         with self.ring.condition:
             self.ring.condition.wait_for(lambda: self.fault or arrived(), timeout=patience_s)
 
-    def last_error(self, fault: Fault) -> UndertowError:
-        """Ends waits over these groups, and returns the error to raise.
+    def give_up(self, fault: Fault) -> UndertowError:
+        """Interrupts the waits over these groups, and returns the error to raise.
 
         Also the waits of Undertow's threads, because the script may do anything after this error,
         and of other ranks, because connections close.
@@ -300,20 +305,22 @@ class Watch(NullWatch):
         self.interrupt()
         return fault.error(f"synchronization {self.here.num_steps()}, rank {self.ring.rank}")
 
-    def explain(self, error: BaseException) -> None:
+    def raise_reason(self, error: BaseException) -> None:
         """Raises the reason of an error in a wait for other ranks, if it is known."""
         if isinstance(error, UndertowError) or not isinstance(error, RuntimeError):
             return
         if self.fault is None and not _OF_TRANSPORTS.search(str(error)):
             return
-        fault = self.reason(error)
+        fault = self.reason_of(error)
         if fault is not None:
             # a transport's error says less; it stays the `__context__`
-            raise self.last_error(fault) from None
+            raise self.give_up(fault) from None
 
-    def reason(self, error: BaseException) -> Fault | None:
-        """Returns why a collective failed with `error` and tells all ranks, or None if the reason
-        is not known."""
+    def reason_of(self, error: BaseException) -> Fault | None:
+        """Waits until it is known why a collective failed with `error`, and tells all ranks.
+
+        Returns the reason, or None if it stays unknown.
+        """
         is_over = _TIME_IS_OVER.search(str(error)) is not None
         # After a timeout no rank need be gone. It must be reported before ranks speak whose
         # connections the timeout has closed.
@@ -343,8 +350,8 @@ class Watch(NullWatch):
         """
         now_s, waited_s = time.monotonic(), self.here.waited_s()
         if self.fault is not None:
-            if now_s >= self.interrupt_s:
-                self.interrupt_s = math.inf
+            if now_s >= self.interrupt_at_s:
+                self.interrupt_at_s = math.inf
                 self.interrupt()
             return
         # Its process may live on, so that no connection ends.
@@ -391,10 +398,10 @@ class Watch(NullWatch):
 
     def interrupt(self) -> None:
         """Interrupts every wait over one of the groups."""
-        for of_group in tuple(self.interrupts):
-            interrupt = of_group()
-            if interrupt is not None:
-                interrupt()
+        for weak in tuple(self.groups):
+            group = weak()
+            if group is not None:
+                group.interrupt()
 
 
 class Waiting:
@@ -412,7 +419,7 @@ class Waiting:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             if error is not None:
-                self._watch.explain(error)
+                self._watch.raise_reason(error)
         finally:
             # Only now: while it looks for the reason, this rank still counts as waiting, not late.
             if self._name:

@@ -9,7 +9,8 @@ from rich.console import Console
 from undertow.shown import table_of
 from undertow.trace import Trace, overlap_of
 
-# Nine of ten published steps lie between these shares of their predictions (docs/fidelity.md).
+# Nine of ten published step times are between these shares of their predictions
+# (docs/fidelity.md).
 BAND = (0.88, 1.09)
 _COLUMNS = {
     "gradients_sent": ("gradients sent", ""),
@@ -73,4 +74,4 @@ def print_steps(steps: Sequence[SimulatedStep], console: Console) -> None:
         highlight=False,
     )
     low, high = (f"{share - 1:+.0%}" for share in BAND)
-    console.print(f"Nine of ten published steps lie {low} to {high} from their predictions.")
+    console.print(f"Nine of ten published step times are {low} to {high} off their predictions.")

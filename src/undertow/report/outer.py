@@ -47,8 +47,8 @@ def outer_steps(what_if: WhatIf, outer: Outer) -> OuterSteps:
     The code that makes fragments and their turns in training does so here too. Exchanges follow
     each other over one link.
 
-    Raises ConfigError for a network of nodes, for more fragments than layers, and for an optimizer
-    that is divided.
+    Raises ConfigError for a network of nodes, more fragments than layers, and an optimizer that is
+    divided.
     """
     require(
         what_if.per_node is None and what_if.num_ranks > 1,

@@ -1,7 +1,7 @@
 """Writes a page about a run that a browser shows without a network: advice, the step as a timeline,
 buckets, and other links.
 
-`page.html` beside this file draws it, from the reports as JSON and from steps that are simulated
+`page.html` in this folder draws it, from the reports as JSON and from steps that are simulated
 here.
 """
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The color of each kind and its name, as in page.html: a loud one for waiting, and none that tells
-# red from green.
+# The color of each kind and its name, as in page.html: waiting is loud, and no two differ by red
+# and green alone.
 _KINDS = {
     "forward": ("#56b4e9", "forward"),
     "backward": ("#0072b2", "backward"),

@@ -37,7 +37,7 @@ PER_PARAMETER, FIXED, PLANNED, MEASURED = (
 _TORCH_CAPS = SizeCaps(cap_bytes=25.0 * _MIB, first_bytes=(1.0 * _MIB,))
 _MUON, _ELEMENTWISE = "muon", ("adamw", "sgd")
 _NOT_HIDDEN = ("emb", "wte", "wpe", "head")  # in names of embeddings and heads
-# Processor time of a bucket where processors are what is short: the host packs, launches and binds
+# Processor time of a bucket if processors are the bottleneck: the host packs, launches and binds
 # it, and the backend's threads copy and add. 0.2 to 0.5 ms on the machine of docs/benchmarks.md.
 _HOST_US = 200.0
 _NEEDS_LINK = 'Give the network, such as --ranks 64 --per-node 8 --link "100gbit,5us".'
@@ -289,7 +289,7 @@ class WhatIf:
         )
         wire = self.wire
         if self.link is None and wire == AUTO and self.profile.is_bound_by_processors:
-            wire = None  # encoding takes more of what is short
+            wire = None  # encoding takes more processor time
         return choose(model, self.profile.order, wire=wire, groups=groups)
 
     def _plan(self, groups: Groups, wires: Wires) -> Plan:

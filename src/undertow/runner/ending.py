@@ -26,7 +26,7 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
 
     Rank 0 prints to standard error: where the time went, the plan with its reason, how to save if
     replicas have trained alone, and the place of the files. After an error that ended the program
-    it prints only the place, so that the error stays in sight.
+    it prints only the place, so that the error stays visible.
     """
     if out is None and sync.rank != 0:
         return

@@ -42,7 +42,7 @@ class BucketArrivals:
         self.index = index
         self.params = params
         self.seen: list[object] = []  # parameters, in the order of their arrivals
-        self.counts_from = 0  # number of arrivals from which on each of them is counted
+        self.counts_from = 0  # arrivals from this number on are counted one by one
         self.known = Counter[int]()  # how often each has arrived, by id, as of the last count
         self.num_known = 0  # arrivals that are counted
         self.num_awaited = 0  # arrivals that it waits for, with expected repeats
@@ -114,7 +114,7 @@ class Arrivals:
         on_backward: Callable[[int], object],
         stream_of: Callable[[Any], object] | None = None,
     ) -> None:
-        self.on_full = on_full
+        self.on_full = on_full  # the method of a round while one runs
         # whose methods are called, for others that find these hooks on a parameter
         self.owner: object = None
         # called with each parameter, by index, that arrives
@@ -122,7 +122,7 @@ class Arrivals:
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
         self._backward_id = backward_id
-        self._on_backward = on_backward
+        self._on_backward = on_backward  # the engine's
         self._last_backward = _NO_BACKWARD
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
@@ -158,7 +158,7 @@ class Arrivals:
                 bucket.num_awaited += sum(map(repeats.__getitem__, bucket.params))
 
     def forget_backward(self) -> None:
-        """Makes the next arrival call `on_backward`, whatever its backward."""
+        """Makes the next arrival call `on_backward`, in any backward."""
         self._last_backward = _NO_BACKWARD
         for bucket in self.buckets:
             bucket.counts_from = 0

@@ -38,7 +38,7 @@ def lower_accumulation(num_buckets: int, strategy: Strategy = DDP) -> Schedule:
         build = _Builder(strategy)
         build.backward(num_buckets, overlap=True)
         return Schedule(tuple(build.ops))
-    # of any strategy: gradients are packed and bound, and nothing else happens
+    # under any strategy: gradients are only packed and bound
     build = _Builder(DDP)
     fills, binds = [], []
     for bucket in range(num_buckets):

@@ -30,10 +30,10 @@ from torch.utils.hooks import RemovableHandle
 from undertow.buckets.bucket import LiveBucket
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.errors import PhaseError, UndertowError, require
-from undertow.ranks.exchanges import Collectives
+from undertow.ranks.exchanges import Exchanges
+from undertow.ranks.handle import Handle
 from undertow.ranks.threads import WorkerThread
-from undertow.ranks.transport import Handle
-from undertow.sharded.bucket import FlatParams
+from undertow.sharded.params import FlatParams
 from undertow.torch_private import private, tables
 from undertow.torch_private.module_hook import ModuleHook
 
@@ -125,7 +125,7 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
 
 
 def _leaves(values: Any) -> Iterator[Any]:
-    """Yields what is in the arguments of a function of torch, within sequences and mappings."""
+    """Yields all values in the arguments of a torch function, within sequences and mappings."""
     if isinstance(values, dict):
         values = tuple(values.values())
     if isinstance(values, tuple | list):
@@ -163,7 +163,7 @@ class Gathers:
         self,
         flats: Sequence[FlatParams],
         shards: Sequence[Sequence[range]],
-        exchanges: Collectives,
+        exchanges: Exchanges,
         recorder: Recorder,
     ) -> None:
         self._shards = shards  # of each bucket, the elements of each rank
@@ -257,10 +257,7 @@ class Gathers:
         return self._is_compiled_in or private.are_shared(addresses)
 
     def let_go(self) -> None:
-        """Called when nothing will be gathered any more.
-
-        Reads of parameters whose gathers have failed still raise.
-        """
+        """Called after the last gather. Reads of parameters whose gathers failed still raise."""
         for kind in self._classes.values() if self.in_flight else ():
             kind.awaited_from = self  # holds these gathers until the last parameter arrives
 
@@ -292,7 +289,7 @@ class Gathers:
             bucket = self._bucket_of.get(id(param))
             self.wait(tuple(self.in_flight) if bucket is None else (bucket,))
             with self._lock:
-                # Whatever left the class on it, so that the read does not come here again.
+                # In any case, so that the read does not come here again.
                 if bucket not in self.in_flight:
                     _let_read(param)
 

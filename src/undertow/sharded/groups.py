@@ -13,8 +13,8 @@ import torch
 from undertow.config import SyncConfig
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts, round_up
-from undertow.ranks.dither import Stage, Turn
-from undertow.ranks.exchanges import Collectives, accumulation_dtype, exchanges_over
+from undertow.ranks.dither import Rounding, Turn
+from undertow.ranks.exchanges import Exchanges, accumulation_dtype, exchanges_over
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
 from undertow.wire import Wire, wire_for
@@ -43,7 +43,7 @@ class ShardGroups:
         # added.
         divisor = self.num_ranks if len(axes) == 1 else 1
         self.shard = exchanges_over(axes[0], config, divisor=divisor)
-        self.replicate: Collectives | None = None
+        self.replicate: Exchanges | None = None
         if len(axes) > 1:
             self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
 
@@ -52,7 +52,7 @@ class ShardGroups:
         num_shards, rank = self.shard.group.num_ranks, self.shard.group.rank
         parts = spec.parts(num_shards, num_ranks=self.num_ranks)
         inside, across = (None, None) if spec.wire is None else self._wires
-        # `wire="auto"` names none: the plan has it.
+        # `wire="auto"` does not name a format: the plan has it.
         if inside is None and across is None:
             inside = across = spec.wire
         dtype, is_host = getattr(torch, spec.dtype), self.shard.group.hardware.is_host
@@ -91,10 +91,10 @@ class ShardGroups:
         """
         inside, across = parcels
         if isinstance(inside, Encoded):
-            inside = inside.dithered(turn, Stage.OWN, rank=self.shard.group.rank, device=device)
+            inside = inside.dithered(turn, Rounding.OWN, rank=self.shard.group.rank, device=device)
         if self.replicate is not None and isinstance(across, Encoded):
             rank = self.replicate.group.rank
-            across = across.dithered(turn, Stage.ACROSS, rank=rank, device=device)
+            across = across.dithered(turn, Rounding.ACROSS, rank=rank, device=device)
         return inside, across
 
     def shards_of(self, spec: Bucket) -> list[range]:
@@ -114,7 +114,7 @@ class ShardGroups:
         return num_bytes
 
     @property
-    def axes(self) -> tuple[Collectives, ...]:
+    def axes(self) -> tuple[Exchanges, ...]:
         return (self.shard,) if self.replicate is None else (self.shard, self.replicate)
 
     def close(self) -> None:

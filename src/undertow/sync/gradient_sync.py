@@ -7,60 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import threading
-import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from functools import partial
-from itertools import compress, repeat
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from undertow.buckets.comm_hook import CommHook
-from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig, refused
-from undertow.engine.agreed_errors import require_outside_of_backward
-from undertow.engine.checks import Arguments, NonFinite, after_closure
-from undertow.engine.engine import Engine, SiblingEngines
-from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
 from undertow.engine.params import ModuleParams
-from undertow.engine.progress import Forward, Gradients, params_of
-from undertow.engine.step_settings import settings_of
-from undertow.engine.tuning import why_fixed
-from undertow.errors import PhaseError, WrongType, all_of, require
+from undertow.errors import WrongType, all_of
 from undertow.outer.outer_sync import OuterSync
 from undertow.plan import Plan
 from undertow.profile import Profile
-from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
-from undertow.schedule import DDP
-from undertow.sharded.steps import ShardedSteps, full_gradient
+from undertow.sync.group_sync import GroupSync
 from undertow.sync.handles import MeanOverRanks, Reduction, name_of_op, start_mean, start_reduction
 from undertow.sync.ignore import names_to_ignore
-from undertow.sync.late_backward import warn_of_late_backward
-from undertow.sync.measurements import (
-    explanation_of,
-    measured_profile,
-    plans_not_tried,
-    sweep,
-)
-from undertow.sync.tracing import save_trace, trace_at_end
+from undertow.sync.measurements import explanation_of, measured_profile, sweep
+from undertow.sync.module_sync import ModuleSync
+from undertow.sync.reports import plan_of_last_steps, report_of
+from undertow.sync.tracing import save_trace
 from undertow.torch_private import private
-from undertow.torch_private.module_hook import ModuleHook, before_loads, cut_graphs
-from undertow.trace import StepReport, Trace, summarize
+from undertow.trace import StepReport, Trace
 from undertow.tune import Explanation
 
 T = TypeVar("T")
-# Names of Undertow's threads, and of threads that Python has not started.
-_NOT_THE_USERS = ("undertow-", "Dummy-")
 
 
 class GradientSync:
@@ -71,10 +47,10 @@ class GradientSync:
         sync = undertow.attach(model)
         model(batch).backward()  # gradients are averaged over ranks
 
-    It owns the module's engine, process group and hooks, from construction to `close`. Construction
-    is a collective call: every rank takes over rank 0's tensors of the kinds in `shared`.
-    `elsewhere` has the names that another GradientSync handles; ranks may differ in it. Faults of
-    `within` are faults here too.
+    It has the calls of users, and its ModuleSync the engine, process group and hooks, from
+    construction to `close`. Construction is a collective call: every rank takes over rank 0's
+    tensors of the kinds in `shared`. `elsewhere` has the names that another GradientSync handles;
+    ranks may differ in it. Faults of `within` are faults here too.
 
     Raises:
         ConfigError: If the settings are invalid.
@@ -83,8 +59,7 @@ class GradientSync:
 
     # one for each group of experts, in the order of the settings
     experts: tuple[GradientSync, ...] = ()
-    outer: OuterSync | None = None  # with SyncConfig(outer=...)
-    _is_attached = False  # True if the module's own forwards are watched
+    outer: OuterSync | None  # with SyncConfig(outer=...)
 
     # Settings of users, and the parts that the caller synchronizes elsewhere.
     def __init__(  # noqa: PLR0913
@@ -102,61 +77,22 @@ class GradientSync:
         config = SyncConfig() if config is None else config
         ignored = {*names_to_ignore(module, config.ignore), *names_to_ignore(module, ignore)}
         self._config = dataclasses.replace(config, ignore=tuple(ignored))
-        self._module = module
-        self._members = ModuleParams(
+        members = ModuleParams(
             module, ignored, elsewhere=elsewhere, reduce_dtype=config.reduce_dtype
         )
-        self._forward_hooks: list[RemovableHandle] = []  # of an attached module
-        self._is_closed = self._is_compiled = False
-        self._steps: ShardedSteps | None = None
         group = chosen_group(
             process_group, device_mesh, config.strategy, has_replicas=config.outer is not None
         )
-        self._set_up(group, within)
+        own = self._own = GroupSync(module, members, group, self._config, within=within)
+        self._engine, self._group, self.outer = own.engine, own.group, own.outer
+        self._whole = ModuleSync(own)  # with experts
         if isinstance(process_group, GroupRef):
             return  # a copied or unpickled model: its ranks open the group when they first use it
         try:
-            self._share(shared)
+            self._whole.share(shared)
         except BaseException:
             self.close()
             raise
-
-    def _set_up(self, group: GroupRef, within: OwnGroup | None = None) -> None:
-        """Creates everything that belongs to one process group, without communication."""
-        device, attached = self._members.device, contextlib.ExitStack()
-        all_ranks: OwnGroup | None = None
-        if self._config.outer is not None:  # the engine synchronizes within a replica
-            within = all_ranks = OwnGroup(group, device=device, limits=self._config)
-            attached.callback(all_ranks.close)
-            group = group.replica()
-        own = self._group = OwnGroup(group, device=device, limits=self._config, within=within)
-        own.here.module = weakref.ref(self._module)
-        members = self._members
-        engine = self._engine = Engine(
-            members, own, self._config, Recorder(own, level=self._config.record)
-        )
-        if getattr(self._module.forward, "__func__", None) is nn.Module.forward:
-            # a container: it has no forward to wait for
-            engine.progress.forward = Forward.RUNNING
-        engine.siblings = SiblingEngines([engine], close=weakref.WeakMethod(self.close))
-        attached.callback(own.close)
-        attached.callback(members.close)
-        attached.callback(engine.close)
-        attached.callback(self._watch_steps())
-        if all_ranks is not None:
-            attached.callback(_add_outer(self, all_ranks).close)
-        if engine.current_plan.is_active:
-            attached.callback(before_loads(self._module, engine.checks.loads.begins))
-        write_trace = trace_at_end(engine)
-        if write_trace is not None:
-            attached.callback(write_trace)
-        self._attached = attached
-        # The garbage collector does not see through a parameter's hooks: without this, a dropped
-        # model is never freed.
-        self._finalizer = weakref.finalize(
-            self, _close_dropped, engine, attached.close, os.getpid()
-        )
-        self._finalizer.atexit = False  # other ranks may have ended
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -178,28 +114,20 @@ class GradientSync:
     @property
     def _all_ranks(self) -> OwnGroup:
         """The group of all ranks that train the model; with `outer`, of all replicas."""
-        return self._group if self.outer is None else self.outer.all_ranks
+        return self._own.all_ranks
 
     @property
-    def _parts(self) -> tuple[GradientSync, ...]:
+    def _parts(self) -> tuple[GroupSync, ...]:
         """The synchronization of the dense parameters, and one of each group of experts."""
-        return (self, *self.experts)
+        return self._whole.parts
 
     @property
     def _has_comm_hook(self) -> bool:
         return self._engine.current_plan.comm_hook is not None
 
     @property
-    def _is_training_forward(self) -> bool:
-        """True if a forward that starts now is a training forward.
-
-        The module is in training mode and gradients are enabled.
-        """
-        return self._module.training and is_outermost_forward()
-
-    @property
     def config(self) -> SyncConfig:
-        groups = tuple(group for part in self._parts for group in part._config.experts)
+        groups = tuple(group for part in self._parts for group in part.config.experts)
         return dataclasses.replace(self._config, experts=groups) if self.experts else self._config
 
     @property
@@ -210,13 +138,11 @@ class GradientSync:
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Returns all parameters of the module except ignored ones, frozen parameters included."""
-        return self._members.named_params()
+        return self._own.members.named_params()
 
-    def _take_part_with_experts(self) -> None:
-        """Makes a backward that reaches a parameter of any part a synchronization of all parts."""
-        engines = [part._engine for part in self._parts]
-        for engine in engines:
-            engine.siblings = SiblingEngines(engines, close=weakref.WeakMethod(self.close))
+    def _add_expert(self, expert: GradientSync) -> None:
+        self.experts = (*self.experts, expert)
+        self._whole.experts.append(expert._whole)
 
     @property
     def is_accumulating(self) -> bool:
@@ -225,14 +151,14 @@ class GradientSync:
 
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
-        for part in self._parts:
-            part._engine.is_accumulating = value
+        for engine in self._whole.engines:
+            engine.is_accumulating = value
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
         """Names of the parameters that received no gradient on this rank in any micro-batch of the
         last step, experts last."""
-        return tuple(name for part in self._parts for name in part._engine.unused_parameters)
+        return tuple(name for engine in self._whole.engines for name in engine.unused_parameters)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -242,8 +168,8 @@ class GradientSync:
         it does. A step inside of it is on this rank's own gradients; with a sharded optimizer it
         raises PhaseError.
         """
-        if self._is_closed:  # checked before the call, which every micro-batch would pay for
-            self._require_open("accumulate()")
+        if self._own.is_closed:  # checked before the call, which every micro-batch would pay for
+            self._own.require_open("accumulate()")
         before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
@@ -275,8 +201,8 @@ class GradientSync:
             ConfigError: If it is not finite.
             PhaseError: Inside a backward, inside `join()`, and after `close()`.
         """
-        self._require_open("mean_over_ranks(number)")
-        return start_mean([part._engine for part in self._parts], number)
+        self._own.require_open("mean_over_ranks(number)")
+        return start_mean(self._whole.engines, number)
 
     @private.untraced
     def finish(self, *, buffers_follow: int | None = 0) -> None:
@@ -291,17 +217,9 @@ class GradientSync:
             buffers_follow: The rank whose buffers are copied if no forward ran here, because the
                 other ranks' forwards copied them; None copies none.
         """
-        self._require_open("finish()")
-        engine = self._engine
-        if (
-            engine.synchronizes
-            and engine.is_step_empty
-            and engine.progress.are_buffers_due
-            and buffers_follow is not None
-            and self._config.buffers != "off"
-            and self._module.training
-        ):
-            self._synchronize_buffers(source=buffers_follow)
+        self._own.require_open("finish()")
+        if buffers_follow is not None:
+            self._own.synchronize_buffers_without_forward(source=buffers_follow)
         all_of(
             self._engine.finish,
             *(partial(expert.finish, buffers_follow=buffers_follow) for expert in self.experts),
@@ -326,14 +244,14 @@ class GradientSync:
                 synchronization, or if it has not waited for an earlier reduction.
             Desync: If ranks give different ops.
         """
-        self._require_open("reduce_gradients_async()")
-        engines = [part._engine for part in self._parts]
+        self._own.require_open("reduce_gradients_async()")
+        engines = self._whole.engines
         return start_reduction(engines, op=name_of_op(op), has_hook=self._has_comm_hook)
 
     @private.untraced
     def wait(self) -> None:
         """Waits until every gradient and every parameter has its final value."""
-        all_of(*(part._wait for part in self._parts))
+        all_of(*(part.wait for part in self._parts))
 
     @private.untraced
     def full_gradient(self, param: Tensor) -> Tensor | None:
@@ -347,18 +265,13 @@ class GradientSync:
         Returns:
             A tensor of the parameter's shape, or None if it has no gradient.
         """
-        owners = (
-            expert
-            for expert in self.experts
-            if any(param is own for _, own in expert._members.named_params())
-        )
-        owner = next(owners, self)
-        return full_gradient(owner._engine, owner._steps, param)
+        owners = (part for part in self._parts if part.has(param))
+        return next(owners, self._own).full_gradient(param)
 
     def broadcast_parameters(self) -> None:
         """Copies rank 0's parameters and buffers to every rank; a collective call."""
-        self._require_open("broadcast_parameters()")
-        self._share(("parameters", "buffers"))
+        self._own.require_open("broadcast_parameters()")
+        self._whole.share(("parameters", "buffers"))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduces every bucket with `hook(state, bucket)` instead of an all-reduce.
@@ -377,11 +290,11 @@ class GradientSync:
             PlanMismatch: On every rank, in the next synchronization, if the names of the hooks
                 differ.
         """
-        self._require_open("register_comm_hook()")
-        if self._steps is not None:
+        self._own.require_open("register_comm_hook()")
+        if self._own.sharded_steps is not None:
             raise refused("hook", "shards", where="ShardedOptimizer")
         self._engine.current_plan.use_hook(CommHook(state, hook), is_in_round=self._engine.is_busy)
-        self._watch_forwards()
+        self._whole.watch_forwards()
 
     def report(self) -> StepReport:
         """Returns the times of the last steps on this rank; `print` shows them as tables. Never
@@ -389,35 +302,16 @@ class GradientSync:
 
         They cover the dense parameters; `experts` has the reports of the groups of experts.
         """
-        engine, compiled = self._engine, self._engine.current_plan.compiled
-        is_one_graph = (
-            self.num_ranks > 1
-            and (self._is_compiled or private.is_compiled(self._module))
-            and not self._cut_bytes()
-        )
-        report = summarize(
-            engine.recorder.records(generation=compiled.generation),
-            self.plan,
-            rank=self.rank,
-            num_skipped=engine.checks.numbers.num_skipped,
-            is_one_graph=is_one_graph,
-            plan_since=engine.recorder.changed_at(compiled.generation),
-        )
         return dataclasses.replace(
-            report,
-            why_fixed=why_fixed(compiled.reducer),
-            not_tried=plans_not_tried(engine.current_plan.hooks),
-            wire=self._config.wire,
-            param_wire=self._config.param_wire,
-            zeroed=compiled.reducer.lost.share,
+            report_of(self._own),
             experts=self._of_experts(GradientSync.report),
             outer=None if self.outer is None else self.outer.report(),
         )
 
     def traces(self) -> tuple[Trace, ...]:
-        """Returns the traces of the recorded steps that ran under the current plan, oldest
+        """Returns the traces of the recorded steps that ran under the plan of the last one, oldest
         first."""
-        generation = self._engine.current_plan.compiled.generation
+        generation = plan_of_last_steps(self._engine).generation
         return tuple(
             record.trace() for record in self._engine.recorder.records(generation=generation)
         )
@@ -437,7 +331,7 @@ class GradientSync:
     def _of_experts(self, ask: Callable[[GradientSync], T]) -> dict[str, T]:
         """Asks every group of experts, and returns the answers by their names for users."""
         return {
-            f"{expert._config.experts[0].match!r}, ranks "
+            f"{expert._own.config.experts[0].match!r}, ranks "
             f"{', '.join(map(str, expert._group.user.ranks))}": ask(expert)
             for expert in self.experts
         }
@@ -459,9 +353,9 @@ class GradientSync:
         Raises:
             PhaseError: If nothing is measured.
         """
-        self._require_open("measure_network()")
+        self._own.require_open("measure_network()")
         for part in self._parts:
-            sweep(part._engine, part._config)
+            sweep(part.engine, part.config)
 
     def save_profile(self, path: str | Path) -> None:
         """Writes the profile as JSON for `undertow plan` and `undertow simulate`; see `profile`.
@@ -491,7 +385,7 @@ class GradientSync:
             ConfigError: If the file cannot be written.
         """
         paths = [
-            save_trace(part._engine, path, steps=steps, number=at)
+            save_trace(part.engine, path, steps=steps, number=at)
             for at, part in enumerate(self._parts)
         ]
         return paths[0]
@@ -504,329 +398,13 @@ class GradientSync:
         """
         Path(path).write_text(self.plan.to_json() + "\n", encoding="utf-8")
 
-    def _wait(self) -> None:
-        # In a backward, a hook or a signal handler calls this: its end waits for the gradients.
-        if private.graph_task_id() == -1:
-            self._engine.finish_round()
-        self._engine.current_plan.wait_for_parameters()
-
-    @private.untraced
-    def _wait_for_parameters(self) -> None:
-        """Waits for all parameters that a sharded optimizer updates."""
-        all_of(*(part._engine.current_plan.wait_for_parameters for part in self._parts))
-
-    def _shard(self, stepper: Optimizer, settings: dict[str, Any], *, whole: bool) -> ShardedSteps:
-        """Hands the parameters to `stepper`: only it updates them, and each rank updates one shard.
-
-        A collective call, which lays the parameters out. Raises ConfigError if the settings do not
-        support shards or an earlier stepper is still in use, and PlanMismatch on every rank if
-        ranks give different `settings`.
-        """
-        self._require_open("ShardedOptimizer")
-        require_outside_of_backward(
-            "ShardedOptimizer()",
-            where=f"rank {self.rank}",
-            remedy="Make the optimizer before or after it.",
-        )
-        self._wait()
-        if self._steps is None:
-            self._engine.current_plan.open_group()
-            self._steps = ShardedSteps(
-                self._module, self._engine, self._config, is_compiled=self._is_compiled
-            )
-            self._attached.callback(self._steps.close)
-        self._steps.hand_to(stepper, settings, is_whole=whole)
-        return self._steps
-
-    def _share(self, kinds: Collection[str], *, source: int = 0) -> None:
-        """Copies the "parameters" or "buffers" of rank `source`, and of the first rank of experts'
-        groups; a collective call."""
-        (self._engine.current_plan if self.outer is None else self.outer).open_group()
-        group = self._all_ranks
-        if group.num_ranks == 1:
-            return
-        self._wait_for_parameters()
-        if "parameters" in kinds:
-            broadcast_in_place(
-                [param for _, param in self.named_parameters()], group, source=source
-            )
-            self._engine.checks.loads.settle()
-        if "buffers" in kinds:
-            tensors = [buffer.tensor for buffer in self._members.common_buffers.now()]
-            broadcast_in_place(tensors, group, source=source)
-        if self.outer is not None:
-            self.outer.reset()
-        for expert in self.experts:
-            expert._share(kinds)
-
-    def _synchronize_buffers(self, *, source: int = 0) -> None:
-        """Copies the buffers of rank `source`; a collective call."""
-        if self._group.num_ranks == 1:
-            return
-        self._engine.current_plan.open_group()
-        if self._members.common_buffers.buffers:
-            synchronize_buffers(self._members.common_buffers, self._group, source=source)
-
-    def _shadow(self) -> None:
-        """Takes part in one synchronization of the other ranks without contributing gradients."""
-        self._engine.shadow()
-        self._engine.checks.require_alike()  # no later call on this rank checks
-
-    def _watch_forwards(self) -> None:
-        """Registers hooks at the start and the end of every forward of an attached module, until
-        `close`.
-
-        A single rank has none until a communication hook needs them.
-        """
-        is_active = any(part._engine.current_plan.is_active for part in self._parts)
-        if not is_active or not self._is_attached or self._forward_hooks:
-            return
-        begins, ends = (
-            ModuleHook(self._module, then)
-            for then in (self._attached_forward_begins, self._forward_ends)
-        )
-        self._forward_hooks = [
-            self._module.register_forward_pre_hook(begins, prepend=True),
-            self._module.register_forward_hook(ends, always_call=True),
-            *cut_graphs(self._module, self._cut_bytes),
-        ]
-
-    def _cut_bytes(self) -> int:
-        """Returns the bucket size at which torch.compile cuts graphs of the module, or 0 if they
-        stay whole."""
-        return self._engine.current_plan.compiled.cut_bytes
-
-    def _attached_forward_begins(self) -> None:
-        follows = self._config.buffers != "off" and self._engine.progress.are_buffers_due
-        self._forward_begins(
-            buffers_follow=0 if follows else None, is_compiled=torch.compiler.is_compiling()
-        )
-
-    @private.untraced
-    def _forward_begins(self, *, buffers_follow: int | None = 0, is_compiled: bool = False) -> None:
-        """Called before each forward of the module.
-
-        Starts a step and, unless `buffers_follow` is None, synchronizes buffers.
-        """
-        if self.experts:
-            all_of(
-                *(
-                    partial(part._one_forward_begins, buffers_follow, is_compiled)
-                    for part in self._parts
-                )
-            )
-        else:
-            self._one_forward_begins(buffers_follow, is_compiled)
-
-    def _one_forward_begins(self, buffers_follow: int | None, is_compiled: bool) -> None:
-        self._is_compiled |= is_compiled
-        is_outermost = is_outermost_forward()
-        is_training = is_outermost and self._module.training
-        if self._engine.is_closed:
-            if is_training and not self._is_averaged_elsewhere():
-                self._require_open("a training forward")
-            return
-        if not self._engine.current_plan.is_active:
-            return
-        if is_training and private.is_in_rpc_context():
-            raise PhaseError(
-                "gradients of torch.distributed.rpc are not averaged: a context of distributed "
-                "autograd keeps them instead of `.grad`.",
-                where=f"a training forward in dist_autograd.context(), rank {self.rank}",
-                remedy="Run the forward outside of the context, or use torch's "
-                "DistributedDataParallel.",
-            )
-        if is_outermost:
-            self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
-        if self._steps is not None:  # after the mark of the forward, which this wait belongs to
-            self._steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
-        if not is_training:
-            return
-        if buffers_follow is not None and (
-            self._members.common_buffers.buffers or not self._group.is_open
-        ):
-            self._synchronize_buffers(source=buffers_follow)
-
-    def _is_averaged_elsewhere(self) -> bool:
-        """Returns True in a step that a forward of a newer wrapper of all trained parameters has
-        begun."""
-        trained = self._members.trained_now()
-        newer = earlier_watchers(trained).values()
-        has_begun = all(engine.progress.forward is not Forward.NONE for engine in newer)
-        return has_begun and all(is_watched(param) for _, param in trained)
-
-    @private.untraced
-    def _forward_ends(self) -> None:
-        if self._steps is not None:
-            self._steps.forward_ends()
-        if not self._engine.is_closed and is_outermost_forward():
-            self._engine.forward_ends()
-        for expert in self.experts:
-            expert._forward_ends()
-
-    def _require_open(self, call: str) -> None:
-        """Raises PhaseError after `close()`, when `call` would average nothing."""
-        require(
-            not self._is_closed,
-            "this model is closed: its gradients are not averaged any more.",
-            where=f"{call}, rank {self.rank}",
-            remedy="Train `model.module`, the module itself, without averaging, or wrap it again.",
-            error=PhaseError,
-        )
-
     def close(self) -> None:
         """Removes all hooks from the module and destroys Undertow's process group; later calls do
         nothing.
 
         A backward whose forward has already run will warn. Raises PhaseError inside a backward.
         """
-        if all(part._is_closed for part in self._parts):
-            return
-        require_outside_of_backward(
-            "close()",
-            where=f"rank {self._group.rank}",
-            remedy="Call it after backward: gradients of this one may be on their way.",
-        )
-        # This object last: its group watches the ranks for the experts too.
-        all_of(*(expert.close for expert in self.experts), self._close)
-
-    def _close(self) -> None:
-        if self._is_closed:  # by a call that was interrupted before it closed the experts
-            return
-        self._is_closed = True
-        is_backward_due = self._engine.is_backward_due
-        try:
-            if self._group.is_alive:
-                self._wait()  # gradients in flight would otherwise end up None
-            elif self._group.existing() is None:
-                # Without the group: gathers hold theirs.
-                self._engine.current_plan.wait_for_parameters()
-        finally:
-            # The finalizer would wait again for a round that has failed or was interrupted.
-            self._finalizer.detach()
-            self._attached.close()
-            for hook in self._forward_hooks:
-                hook.remove()
-        if is_backward_due:
-            warn_of_late_backward(self._module, [param for _, param in self._members.trained_now()])
-
-    def _watch_steps(self) -> Callable[[], None]:
-        """Puts hooks on all optimizers and gradient scalers; returns a function that removes them.
-
-        An optimizer that holds a synchronized parameter must not step on gradients that are not
-        synchronized yet, and a scaler that unscales before it steps must not read them.
-        """
-        # Weak, because torch keeps such hooks for the life of the process.
-        before_step = partial(GradientSync._before_step, weakref.ref(self))
-
-        def around_unscaling(optimizer: Optimizer, unscale: private.Unscale) -> private.Found:
-            before_step(optimizer, (), {}, steps=False)
-            return unscale()
-
-        hooks = contextlib.ExitStack()
-        hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
-        hooks.callback(private.around_unscaling(around_unscaling))
-        return hooks.close
-
-    def _require_stepper(self, optimizer: Optimizer) -> None:
-        """Raises PhaseError if another optimizer is to step the model."""
-        if self._steps is not None:
-            self._steps.require_stepper(optimizer)
-        elif self._config.strategy not in (None, DDP.name):
-            raise PhaseError(
-                f"strategy={self.config.strategy!r} needs a sharded optimizer, and "
-                f"{type(optimizer).__name__} is not one.",
-                where="the first step of the optimizer",
-                remedy="Make it with "
-                f"undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, "
-                "model, ...).",
-            )
-
-    @staticmethod
-    @private.untraced  # if the step is compiled, so would be everything before it
-    def _before_step(
-        weak_sync: Callable[[], GradientSync | None],
-        optimizer: Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        steps: bool = True,
-    ) -> Arguments | None:
-        """Called before any optimizer steps, or a gradient scaler unscales its gradients (not
-        `steps`)."""
-        sync = weak_sync()
-        if sync is None:
-            return None
-        engine = sync._engine
-        # An optimizer over shards has other tensors: if it were asked about those, every model
-        # would search its parameters.
-        stepped = list(params_of(optimizer))
-        params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
-        if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
-            params |= sync._members.ids & set(map(id, stepped))
-        if engine.is_closed or not engine.current_plan.owns_any(params):
-            return None
-        sync._require_stepper(optimizer)
-        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        reader = type(optimizer).__name__
-        engine.finish_before_step(params, reader=None if has_closure else reader)
-        # With a closure, the backward is still to come.
-        average = partial(
-            engine.average_before_step,
-            params,
-            reader=reader,
-            is_sharded=sync._steps is not None,
-        )
-        if not has_closure:
-            average()
-        if sync._steps is not None and not steps:
-            sync._steps.begin(optimizer)  # scalers unscale shards in every step, with the same bits
-        if not has_closure and engine.progress.gradients is not Gradients.SOUND:
-            engine.require_sound_gradients(params, reader=reader)
-        if not steps:
-            return None
-        current_plan = engine.current_plan
-        trained, names = current_plan.hooks.ids, current_plan.members.names
-        # A rank alone compares settings with nobody.
-        settings = settings_of(optimizer, trained, names) if current_plan.is_active else ()
-        engine.progress.optimizer_steps(
-            params,
-            settings,
-            of=trained,
-            has_closure=has_closure,
-            is_alone=engine.is_accumulating,
-        )
-        if sync._steps is not None:
-            return None  # it asks for the rest itself, after its closure
-        changed: Arguments | None = None
-        if has_closure and current_plan.is_active:
-            changed = args, kwargs = after_closure(args, kwargs, average)
-        numbers: NonFinite = engine.checks.numbers
-        return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
-
-
-def _close_dropped(engine: Engine, close: Callable[[], object], process: int) -> None:
-    """Closes a model that nothing refers to any more; drops errors of waits.
-
-    It waits for gradients and parameters on their way, because other ranks wait for them too. It
-    does not wait in a child process, or if the garbage collector runs in one of Undertow's threads,
-    which may be the one that gathers.
-    """
-    try:
-        thread = threading.current_thread().name
-        if os.getpid() == process and not thread.startswith(_NOT_THE_USERS):
-            if private.graph_task_id() == -1:
-                engine.siblings.wait_for_reductions()
-            engine.siblings.wait_for_parameters()
-    finally:
-        close()
-
-
-def _add_outer(sync: GradientSync, all_ranks: OwnGroup) -> OuterSync:
-    """Adds the outer synchronization over the ranks of all replicas."""
-    all_ranks.here.module = sync._group.here.module
-    sync.outer = OuterSync(sync._module, all_ranks, sync._engine, sync._config)
-    return sync.outer
+        self._whole.close()
 
 
 def sync_of(target: object, *, where: str, remedy: str) -> GradientSync:

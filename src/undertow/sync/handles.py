@@ -18,7 +18,8 @@ from undertow.device import Device, device_of
 from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.engine.engine import Engine
 from undertow.errors import UndertowError, WrongType, all_of, require
-from undertow.ranks.transport import Handle, OwnGroup
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
 _WHERE = "mean_over_ranks(number)"
@@ -41,7 +42,7 @@ class Reduction:
     @private.untraced
     def wait(self) -> None:
         """Waits until every `.grad` is the mean over ranks, or the result of another `op`."""
-        all_of(*(engine.finish_round for engine in self._engines))
+        all_of(*(engine.rounds.finish for engine in self._engines))
 
     def is_completed(self) -> bool:
         """Returns True if `wait` would not wait for other ranks."""
@@ -131,7 +132,7 @@ def start_mean(engines: Sequence[Engine], number: object) -> MeanOverRanks:
     if "join" in group.borrowers:
         raise refused("join", "mean_over_ranks", where=f"{_WHERE}, rank {group.rank}")
     # if a backward has failed here, the others still wait in its round
-    all_of(*(engine.finish_round for engine in engines))
+    all_of(*(engine.rounds.finish for engine in engines))
     current_plan.open_group()
     return MeanOverRanks(group, mean)
 

@@ -88,7 +88,7 @@ def sweep(engine: Engine, config: SyncConfig) -> None:
 
     Raises PhaseError if nothing is measured.
     """
-    engine.finish_round()
+    engine.rounds.finish()
     tuning, group = engine.current_plan.hooks.tuning, engine.current_plan.group
     if tuning is None or config.record == "off":
         raise no_profile(config, group)

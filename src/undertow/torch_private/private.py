@@ -61,7 +61,7 @@ unscale_each: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.de
 zero_each: Any = torch.ops.aten._foreach_zero_.default
 
 _c10d: Any = torch.distributed.distributed_c10d
-# The store through which the ranks of the default group have met.
+# The store that the ranks of the default group have met through.
 default_store: Callable[[], Any] = _c10d._get_default_store
 
 # A number that grows whenever a hook is registered anywhere. Asked in every step, hence without a
@@ -162,8 +162,8 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> 
 
 
 def interrupt(group: dist.ProcessGroup) -> None:
-    """Makes all operations in flight over a group of Undertow's fail, here and then on the other
-    ranks; breaks the group.
+    """Makes all operations in flight over a group fail, here and then on the other ranks; breaks
+    the group.
 
     When a gloo receive times out, gloo closes all connections of its group. The group is never
     freed then, because freeing it may last until its timeout: if the other rank is gone, a message
@@ -181,7 +181,7 @@ def interrupt(group: dist.ProcessGroup) -> None:
 
 
 def _backend_of_host(group: Any) -> Any:
-    """Returns what sends host memory for this group, or None."""
+    """Returns the backend that sends host memory for this group, or None."""
     with contextlib.suppress(RuntimeError):
         return group._get_backend(torch.device("cpu"))
     return None
@@ -241,7 +241,7 @@ def addresses_of(storages: Sequence[torch.UntypedStorage]) -> list[int]:
 def are_shared(addresses: Sequence[int]) -> bool:
     """Returns True if more than one tensor refers to any of these storages.
 
-    A Python object holds each of them as well.
+    A Python object also holds each of them.
     """
     return max(map(torch._C._storage_Use_Count, addresses), default=0) > 2
 

@@ -1,5 +1,5 @@
-"""The modules, parameters and buffers that are registered in a module, whatever its class lists as
-such.
+"""The modules, parameters and buffers that are registered in a module, not those that its class
+lists.
 
 A class may override `named_parameters` and the like: models with adapters list only the adapters,
 for the optimizer. Every rank averages all that autograd reaches, so the library reads the tables
@@ -54,7 +54,7 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def joined(prefix: str, name: str) -> str:
-    """Returns the full name of what the module `prefix` calls `name`."""
+    """Returns the full name of the member that the module `prefix` calls `name`."""
     return f"{prefix}.{name}" if prefix else name
 
 

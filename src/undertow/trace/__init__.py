@@ -1,5 +1,7 @@
 """The events of a step, and how much of its communication the computation hid."""
 
+from undertow.trace.bucket_report import BucketReport
+from undertow.trace.outer_report import OuterReport
 from undertow.trace.record import (
     BucketRecord,
     Event,
@@ -11,7 +13,7 @@ from undertow.trace.record import (
     union_us,
 )
 from undertow.trace.samples import Transfer, cost_samples
-from undertow.trace.step_report import BucketReport, OuterReport, StepReport
+from undertow.trace.step_report import StepReport
 from undertow.trace.summary import summarize
 
 __all__ = [

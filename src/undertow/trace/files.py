@@ -202,6 +202,10 @@ def _may_be_trace(path: Path) -> bool:
         return True  # reading it tells why
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def merge(folder: Path, out: Path) -> str:
     """Merges the traces of ranks in `folder` and below it into the file `out`; returns a text of
     merged and missing traces.
@@ -244,9 +248,10 @@ def merge(folder: Path, out: Path) -> str:
             events.append(event)
     ranks = {trace[KEY]["rank"] for _, trace in traces}
     missing = sorted({rank for _, trace in traces for rank in trace[KEY]["ranks"]} - ranks)
-    note = f"{len(traces)} traces of {len(ranks)} ranks"
+    note = f"{_counted(len(traces), 'trace')} of {_counted(len(ranks), 'rank')}"
     if missing:
-        note += f"; no traces of ranks {', '.join(map(str, missing))}"
+        of_ranks = "rank" if len(missing) == 1 else "ranks"
+        note += f"; no traces of {of_ranks} {', '.join(map(str, missing))}"
     began_ns = first[KEY]["began_ns"] + round(begin_us * 1e3)
     write_whole(
         out,

@@ -145,7 +145,7 @@ class StepRecord:
         )
 
     def late_rank_us(self) -> float:
-        """Returns the part of the exposed time in which this rank waited for a slower one."""
+        """Returns the part of the exposed time that this rank waited for a slower one."""
         if not self.busy_ms:
             return 0.0
         behind_us = 1e3 * (max(self.busy_ms) - self.busy_ms[self.rank])

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from undertow.cost.costs import curve_from_samples, line_through
+from undertow.cost.curves import curve_from_samples, line_through
 
-_LEAST_US = 1e-3  # of a sample: no transfer takes zero time, whatever the clock says
+_LEAST_US = 1e-3  # of a sample: no transfer takes zero time, even if the clock says so
 # An interval of the link being busy without a pause: the bytes of each collective in it, and the
 # microseconds until it ended since the link became busy; in the order they ended.
 _Spell = Sequence[tuple[int, float]]
@@ -44,7 +44,7 @@ def cost_samples(steps: Sequence[Sequence[Transfer]]) -> tuple[tuple[float, floa
     samples: list[tuple[float, float]] = []
     for spell in spells:
         shares = [latency_us + us_per_byte * size for size, _ in spell]
-        if sum(shares) == 0:  # nothing is known of either: divide by bytes
+        if sum(shares) == 0:  # neither is known: divide by bytes
             shares = [size + 1.0 for size, _ in spell]
         us_per_share = spell[-1][1] / sum(shares)
         for (size, _), share in zip(spell, shares, strict=True):

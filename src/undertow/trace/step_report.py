@@ -5,72 +5,20 @@ Its figures, one sentence of advice, and how it is shown, logged and written.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from undertow.shown import Shown, cell, with_experts
+from undertow.shown import Shown, cell, narrow_table, with_experts
+from undertow.trace.bucket_report import BucketReport, bucket_table
 from undertow.trace.files import write_whole
+from undertow.trace.outer_report import OuterReport
 from undertow.trace.record import Event
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketReport:
-    """The gradients of one bucket in a typical step, or the gather of its parameters.
-
-    In milliseconds since the step began.
-    """
-
-    index: int
-    params: tuple[str, ...]
-    largest: str  # the parameter with the most bytes here
-    num_bytes: int  # bytes of its gradients
-    # bytes passed to collectives, in their format and with the trailer; 0 if a communication hook
-    # sent them
-    sent_bytes: int
-    ready_ms: float
-    launched_ms: float
-    done_ms: float
-    # its part of the communication, without queueing; includes the wait for a rank that sends later
-    wire_ms: float
-    waited_ms: float  # time that the step waited for it
-    coding_ms: float = 0.0  # time that threads of the host encoded and decoded it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OuterReport:
-    """Exchanges between replicas that train alone; the times are of the last 64."""
-
-    every: int  # steps between two exchanges of a fragment
-    fragments: int  # 0 until they are chosen
-    delay: int  # steps that hide an exchange
-    reason: str
-    num_exchanges: int  # since the model was wrapped
-    sent_bytes: int  # of the largest exchange, on this rank
-    exchange_ms: float  # median, from its start until the mean was there
-    exposed_ms: float  # mean, that the step waited for it
-    num_left_out: int = 0  # exchanges that have left out a replica that was not finite
-
-    @property
-    def text(self) -> str:
-        """The report in a line."""
-        if self.fragments == 0:
-            return "Outer synchronization: fragments are chosen after the first steps."
-        hidden_ms = max(0.0, self.exchange_ms - self.exposed_ms)
-        left_out = ""
-        if self.num_left_out:
-            left_out = f" A replica that was not finite was left out: {self.num_left_out}."
-        return (
-            f"Outer synchronization every {self.every} steps, fragments: {self.fragments}, delay: "
-            f"{self.delay} ({self.reason}). Exchanges so far: {self.num_exchanges}. One of at most "
-            f"{self.sent_bytes / 1e6:.2f} MB takes {self.exchange_ms:.1f} ms, {hidden_ms:.1f} "
-            f"hidden and {self.exposed_ms:.1f} exposed.{left_out}"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +51,7 @@ class StepReport(Shown):
     """
 
     num_steps: int
-    # the recorded step from which on this plan was in use; None: all recorded steps ran under it
+    # the first recorded step under this plan; None: all recorded steps ran under it
     plan_since: int | None = None
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
     why_fixed: str = ""  # why no other plan is tried; empty if some are
@@ -263,9 +211,8 @@ _VERDICTS = {
     "good": 0.10,
     "poor": math.inf,
 }  # by the exposed share of the step, at most
-# Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more, so a
-# shorter wait may be its work: none of the causes below would explain it, and no plan would shorten
-# it.
+# Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more. A
+# shorter wait may come from that: no cause below would explain it, and no plan would shorten it.
 _LEAST_MS = 1.0
 # Of the exposed time: a cause that explains this share is the one to look at. More than a tenth of
 # a poor step is exposed, so the cause is worth more than a twentieth of the step.
@@ -363,8 +310,6 @@ _CAUSES = (_late_rank, _fixed_plan, _processors, _network, _plan)
 
 # The report as tables.
 
-_WIDTH = 22  # of a parameter's name
-
 
 def _tables(report: StepReport) -> "Iterator[RenderableType]":
     if report.outer is not None:
@@ -378,18 +323,19 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
     if report.plan_since is not None:
         yield f"Only steps since step {report.plan_since} count: the plan changed there."
     yield cell(report.advice)
+    worst = report.worst_bucket
     if report.buckets:
         yield (
             f"\nBuckets{' of gradients' if report.gathers else ''} in this step, ms since it began"
         )
-        yield _bucket_table(report, report.buckets, has_format=report.wire is not None)
+        yield bucket_table(report.buckets, worst=worst, has_format=report.wire is not None)
     if report.gathers:
         yield "\nGathers of parameters in this step, ms since it began"
-        yield _bucket_table(report, report.gathers, has_format=report.param_wire is not None)
+        yield bucket_table(report.gathers, worst=worst, has_format=report.param_wire is not None)
     if report.is_one_graph:
         yield (
-            "The model is compiled as one graph, for none of its buckets has 1 MiB: its "
-            "gradients come all at once.\n"
+            "The model is compiled as one graph because no bucket reaches 1 MiB: its gradients "
+            "arrive all at once.\n"
             "Set bucket_cap_mb to 1 or more, or compile its layers one by one."
         )
     if report.zeroed is not None and report.zeroed >= _LEAST_ZEROED:
@@ -399,15 +345,15 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
         )
     if report.not_tried:
         yield (
-            "Plans that could not be tried, so that the present one stayed: "
+            "Plans that could not be tried, so the present plan stayed: "
             f"{'; '.join(report.not_tried)}"
         )
     if report.num_skipped > 0:
-        yield f"Optimizer steps skipped so far, for gradients were not finite: {report.num_skipped}"
+        yield f"Optimizer steps skipped because of non-finite gradients: {report.num_skipped}"
 
 
 def _step_table(report: StepReport) -> "Table":
-    table = _table("part")
+    table = narrow_table("part")
     table.add_column("ms", justify="right", no_wrap=True)
     table.add_column("notes", overflow="fold")
 
@@ -448,48 +394,6 @@ def _step_table(report: StepReport) -> "Table":
         whole = sum(bucket.num_bytes for bucket in report.buckets)
         sizes = f"{report.sent_bytes / 1e6:.2f} of {whole / 1e6:.2f} MB of gradients sent"
         add("  of it encoding", report.coding_ms, f"and decoding; {sizes}")
-    limit = f"limit {report.limit_ms:.1f}: not earlier with these buckets"
+    limit = f"limit {report.limit_ms:.1f}, the earliest with these buckets"
     add("synchronized after", report.synchronized_ms, limit)
-    return table
-
-
-def _bucket_table(
-    report: StepReport, buckets: Sequence[BucketReport], *, has_format: bool
-) -> "Table":
-    table = _table("bucket")
-    sizes = ("MB", "sent") if has_format else ("MB",)
-    for name in (*sizes, "ready", "launched", "done", "wire", "waited"):
-        table.add_column(name, justify="right", no_wrap=True)
-    width = _WIDTH - len(" 123.45") if has_format else _WIDTH
-    table.add_column(
-        "largest +others" if has_format else "largest parameter +others", overflow="fold"
-    )
-    for bucket in buckets:
-        largest = bucket.largest
-        if len(largest) > width:
-            largest = f"...{largest[3 - width :]}"
-        if len(bucket.params) > 1:
-            largest += f" +{len(bucket.params) - 1}"
-        num_bytes = (bucket.num_bytes, bucket.sent_bytes)[: len(sizes)]
-        table.add_row(
-            str(bucket.index),
-            *(f"{size / 1e6:.2f}" for size in num_bytes),
-            f"{bucket.ready_ms:z.1f}",
-            f"{bucket.launched_ms:z.1f}",
-            f"{bucket.done_ms:z.1f}",
-            f"{bucket.wire_ms:z.1f}",
-            f"{bucket.waited_ms:z.1f}",
-            cell(largest),
-            style="bold" if bucket == report.worst_bucket else None,
-        )
-    return table
-
-
-def _table(first: str) -> "Table":
-    """Returns a table that fits into 80 columns."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(first, no_wrap=True)
     return table

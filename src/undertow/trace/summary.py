@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from undertow.plan import Plan
+from undertow.trace.bucket_report import BucketReport
 from undertow.trace.record import (
     BucketRecord,
     StepRecord,
@@ -15,7 +16,7 @@ from undertow.trace.record import (
     union_us,
     wires_of,
 )
-from undertow.trace.step_report import BucketReport, StepReport
+from undertow.trace.step_report import StepReport
 
 _MS = 1e-3  # milliseconds in a microsecond
 
@@ -34,7 +35,7 @@ def summarize(
 
     Args:
         records: Steps of one rank.
-        plan: The plan under which they ran.
+        plan: The plan that they ran under.
         rank: The rank that made the records.
         num_skipped: Optimizer steps skipped by nonfinite="skip".
         is_one_graph: True if the model is compiled as a whole.

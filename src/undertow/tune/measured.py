@@ -1,5 +1,4 @@
-"""What was measured of one set of parameters, as a profile for `undertow plan` and
-`undertow simulate`."""
+"""Makes a profile for `undertow plan` and `undertow simulate` of the measured steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +35,7 @@ class Measured:
         self._profile = measurement.profile
 
     def forget(self) -> None:
-        """Forgets the measured steps; what collectives cost stays."""
+        """Forgets the measured steps, but not the costs of collectives."""
         self._profile = None
 
     def learn_costs(self, kind: str, samples: Sequence[tuple[float, float]]) -> None:

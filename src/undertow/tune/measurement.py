@@ -7,8 +7,8 @@ in microseconds since the end of the previous synchronization, which ends on all
     | ready ... | launched ... | done ... | launched ... | done ...
     by param    reductions, by bucket     gathers, by bucket
 
-Each rank subtracts the time for which its forward waited for parameters from the times before and
-in backward, and not from when collectives begin and end.
+Each rank subtracts the time that its forward waited for parameters from the times before and in
+backward, but not from the begins and ends of collectives.
 
 A gradient is ready when the last rank has it. A collective begins when the last rank launches it,
 and ends when the last rank has its result: all are maxima. Values that a rank does not know are
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.cost import Payload
-from undertow.cost.costs import curve_from_samples, line_through
+from undertow.cost.curves import curve_from_samples, line_through
 from undertow.plan import Plan
 from undertow.plan.timing import in_equal_parts
 from undertow.profile import Profile
@@ -125,7 +125,7 @@ def measurement_from_array(
         num_ranks=plan.num_ranks,
         groups=plan.groups,
         step_us=_rounded(synchronized_us + rest_us),
-        # Of this rank: what it computes per collective and per megabyte.
+        # This rank's processor time per collective and per megabyte.
         launch_us=_rounded(launch_us),
         copy_us_per_mb=_rounded(us_per_byte * 1e6),
         skew=round(min(float(np.median(skews)), _MOST_SKEW), _DIGITS_OF_SHARES),

@@ -1,7 +1,7 @@
-"""The plans that training tries on real steps, and the rule by which one is kept.
+"""The plans that training tries on real steps, and the rule that keeps one.
 
 Nothing here predicts anything. A window of steps runs under the present plan, the next one under a
-candidate, and so on in turn. The candidate is taken if it was faster beyond doubt.
+candidate, and so on in turn. The candidate is taken if it was clearly faster.
 
 Reasons, and what the rule does on recorded steps: docs/design/tuning.md.
 """
@@ -20,9 +20,9 @@ from undertow.wire import AUTO, AUTO_WIRE
 MOST_CANDIDATES = 6
 # A candidate must be faster than the present plan by this share, in the mean over pairs.
 LEAST_GAIN = 0.02
-# It must be faster beyond doubt: Student's t, one-sided, at 0.01 %, for 4 pairs, 5, and so on.
+# A one-sided Student's t-test at 0.01 % must confirm it: critical values for 4, 5, ... pairs.
 # A trial looks up to 13 times, two or more candidates are tried, and the windows of a busy machine
-# are not independent; so a plan that is no better is taken in less than one run of a hundred.
+# are not independent; so a plan that is not better is taken in less than one run of a hundred.
 _BEYOND_DOUBT = (
     *(22.20, 13.03, 9.68, 8.02, 7.06, 6.44, 6.01),
     *(5.69, 5.45, 5.26, 5.11, 4.99, 4.88),
@@ -50,8 +50,8 @@ class Verdict(Enum):
 def verdict(present: Sequence[float], candidate: Sequence[float]) -> Verdict:
     """Judges the times of windows that ran in turn, the first one under the present plan.
 
-    A pair is a window of the candidate and the mean of its two neighbors, so a machine that becomes
-    slower meanwhile favors nobody. Logarithms, because it becomes slower by a factor.
+    A pair is a window of the candidate and the mean of its two neighbors, so a machine that
+    slows down favors neither plan. Logarithms are used because it slows down by a factor.
     """
     num_pairs = len(candidate)
     if num_pairs == 1 and candidate[0] > (1 + _HOPELESS) * present[0]:
@@ -100,7 +100,7 @@ class Trial:
 class Trials:
     """The trials of one set of parameters, one after the other.
 
-    Every rank is told the same times, so every rank goes the same way.
+    Every rank gets the same times, so all take the same plan.
 
     Args:
         present: The plan in force. A candidate that is taken replaces it.
@@ -154,7 +154,7 @@ class Trials:
     def window_ends(self, time_ms: float) -> None:
         """Called after a window under `plan` with the median of its steps."""
         trial = self._now
-        assert trial is not None  # else no window is measured
+        assert trial is not None  # otherwise no window is measured
         times = trial.candidate_ms if trial.is_next else trial.present_ms
         times.append(time_ms)
         trial.verdict = verdict(trial.present_ms, trial.candidate_ms)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from support.strategies import spec
-from undertow.buckets.bucket import BucketMemory
-from undertow.buckets.trailer import Facts, Reading, TrailerCodec
+from undertow.buckets.facts import Facts
+from undertow.buckets.memory import BucketMemory
+from undertow.buckets.trailer import Reading, TrailerCodec
 from undertow.plan import plan_from_groups, signature_of
 from undertow.plan.facts import FACTS, FactKind
 
@@ -68,7 +69,7 @@ def test_a_new_fact_is_one_line(kind: FactKind, monkeypatch: pytest.MonkeyPatch)
     values: dict[FactKind, list[dict[str, Any]]] = {
         FactKind.DIGEST: [{"digests": {"tired": 1}}, {"digests": {"tired": 2}}],
         FactKind.RANK_FLAGS: [{"flags": {"tired": (0,)}}, {}],
-        FactKind.BUCKET_FLAGS: [{}, {"flags": {"tired": (0,)}}],
+        FactKind.ITEM_FLAGS: [{}, {"flags": {"tired": (0,)}}],
         FactKind.NUMBERS: [{"numbers": {"tired": 3.0}}, {"numbers": {"tired": 5.0}}],
     }
     reading, codec = reduced([Facts(**own) for own in values[kind]])

@@ -128,16 +128,16 @@ SHOWN = {
     "plan small.json --link 10gbit --bucket-cap-mb 17": ("buckets: 4\n", "The fastest plans"),
     "simulate small.json --link 8gbit,10us --skew 0.05": ("late", "The profile's skew"),
     "simulate skewed.json": (
-        "The profile's skew is taken over: the computing times of its ranks had a standard deviation of 15.7%. If something "
+        "The skew is the profile's: the computing times of its ranks had a standard deviation of 15.7%. If something "
         "disturbed a rank in that run, give another, such as --skew 0.02.\n",
         "Error",
     ),
-    "simulate skewed.json --skew 0.02": ("The profile's skew of 15.7% is not taken over: --skew 0.02 is given.\n", "Error"),
+    "simulate skewed.json --skew 0.02": ("The profile's skew of 15.7% is not used: --skew 0.02 is given.\n", "Error"),
     "simulate skewed.json --ranks 1 --link 1gbit": ("skew 0.157", "The profile's skew"),
     "simulate measured.json --skew 0.06": ("skew 0.06", "The profile's skew"),
     "simulate measured.json": ("Network: as measured over 4 ranks\n", "Error"),
     "simulate small.json --link 10gbit --skew 0": (
-        "Conditions, as given or measured, else assumed: skew 0, contention 0.12, launch_us 90, copy_us_per_mb 25\n",
+        "Conditions (given, measured or assumed): skew 0, contention 0.12, launch_us 90, copy_us_per_mb 25\n",
         "Error",
     ),
     # What was measured on a mesh is of that mesh.

@@ -26,7 +26,7 @@ from undertow.cost import (
     link_from_text,
     payloads_us,
 )
-from undertow.cost.costs import line_through
+from undertow.cost.curves import line_through
 from undertow.wire import WIRES
 
 # A byte per microsecond and 10 or 100 us per hop, so that a cost shows its parts.

@@ -71,7 +71,7 @@ def test_a_way_with_other_results_is_named_and_is_exit_code_1(monkeypatch: pytes
     monkeypatch.setattr("undertow.demo.run.train", lambda _: results)
     console = Console(file=io.StringIO(), width=100)
     assert run_demo(DemoSettings(out=tmp_path), console) == 1
-    assert console.file.getvalue().splitlines()[-1] == "Other results than the first way's: Undertow, defaults."
+    assert console.file.getvalue().splitlines()[-1] == "Results differ from the first variant: Undertow, defaults."
 
 
 def test_with_outer_synchronization_whole_periods_are_measured() -> None:

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from undertow.cost import Link
-from undertow.emulation.link import EmulatedLink, LinkWork, Receives, Sends
+from undertow.emulation.messages import Receives, Sends
+from undertow.emulation.ways import EmulatedLink
+from undertow.emulation.works import LinkWork
 
 HOP_S, NUMEL = 0.3, 10_000
 

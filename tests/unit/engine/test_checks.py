@@ -161,7 +161,7 @@ def compared(loading: dict[int, tuple[int, ...]], delays: tuple[int, ...], *, is
     unread: list[list[tuple[int, Reading]]] = [[] for _ in ranks]
     for number in range(20):
         for rank in loading.get(number, ()):
-            loads[rank].begins(None)
+            loads[rank].begins()
         telling = [rank for rank in ranks if loads[rank].are_known]
         said = {"used": frozenset(), "ranks_differ": False, "flags": {"loaded": tuple(telling)}}
         for rank, delay in zip(ranks, delays, strict=True):

@@ -44,9 +44,7 @@ def test_the_first_steps_in_a_format_do_not_decide() -> None:
             num_rounds_in_format += 1
             step_us = 900.0 if num_rounds_in_format <= NUM_FIRST_STEPS + 1 else 400.0
         clock.now_us += step_us
-        trying.round_ends(plan, num_forwards=1)
-        if trying.sent is not None:
-            plan = trying.next_plan()
+        plan = trying.round_ends(plan, num_forwards=1) or plan
         if trying.is_over:
             break
     assert trying.trials is not None

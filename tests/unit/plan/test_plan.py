@@ -218,7 +218,7 @@ def test_a_bucket_is_slots_a_trailer_and_equal_aligned_shards(plan: Plan) -> Non
         assert all(earlier.stop == later.start for earlier, later in pairwise(ranges))
         assert ranges[-1].stop == bucket.trailer.stop == bucket.storage_numel
         # Only the last one carries facts.
-        sizes = {FactKind.DIGEST: 48, FactKind.BUCKET_FLAGS: len(plan.buckets)}
+        sizes = {FactKind.DIGEST: 48, FactKind.ITEM_FLAGS: len(plan.buckets)}
         of_last = [sizes.get(kind, plan.num_ranks) for kind in FACTS.values()]
         assert [len(part) for part in ranges[2:]] == (of_last if bucket is plan.buckets[-1] else [])
         assert bucket.storage_numel % plan.num_ranks == bucket.wire_bytes % 16 == sharded_numel * bucket.itemsize % 16 == 0

@@ -18,9 +18,11 @@ import pytest
 import torch.distributed as dist
 
 from support.outsiders import outsiders
-from undertow.ranks import connections as module
-from undertow.ranks import patience
-from undertow.ranks.connections import Connection, Rendezvous, connect_ring, host_of, own_address
+from undertow.ranks import connections, patience
+from undertow.ranks import handshake as module
+from undertow.ranks.connections import Connection, host_of, own_address
+from undertow.ranks.handshake import connect_ring
+from undertow.ranks.meeting import Meeting
 
 Made = list[tuple[list[Connection], str]]
 
@@ -46,7 +48,7 @@ def made(num_ranks: int, *, ranks: Sequence[int] | None = None, look: Any = lamb
     def rank(number: int) -> tuple[list[Connection], str]:
         store = dist.FileStore(str(path), num_ranks)
         try:
-            return connect_ring(Rendezvous(store, "ring", number, num_ranks, look)), ""
+            return connect_ring(Meeting(store, "ring", number, num_ranks, Mock(check=look))), ""
         except ConnectionError as error:
             return [], str(error)
 
@@ -280,7 +282,7 @@ ROUTES = {"": "", "node-0": "10.0.0.7", "own-name": "127.0.1.1", "localhost": "1
 def test_the_address_is_the_one_on_the_way_to_the_store(
     host: str, default: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_address_towards", lambda name: ROUTES.get(name, default))
+    monkeypatch.setattr(connections, "_address_towards", lambda name: ROUTES.get(name, default))
     assert own_address(host) == expected
 
 
@@ -317,7 +319,7 @@ def test_a_neighbor_that_does_not_read_misses_messages_and_no_more(pair: tuple[C
     sent = [b"%d" % number * 10_000 for number in range(100, 1100)]
     for message in sent:
         first.send(message)
-    assert len(first._unsent) < module._MAX_UNSENT + 100_000
+    assert len(first._unsent) < connections._MAX_UNSENT + 100_000
     messages = list[bytes]()
     while first.has_unsent:
         first.flush()
@@ -380,5 +382,5 @@ def test_the_kernel_keeps_a_silent_connection_alive() -> None:
 def test_a_variable_names_the_interface(gloo: str, nccl: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
-    monkeypatch.setattr(module, "_address_towards", lambda _: "10.0.0.7")
+    monkeypatch.setattr(connections, "_address_towards", lambda _: "10.0.0.7")
     assert own_address("node-0") == expected

@@ -3,22 +3,22 @@
 import torch
 from torch import Tensor
 
-from undertow.ranks.dither import Rotation, Stage
+from undertow.ranks.dither import Rotation, Rounding
 
 CPU = torch.device("cpu")
 
 
-def offsets_of(turns: Rotation, stage: Stage, *, rank: int = 0) -> Tensor:
+def offsets_of(turns: Rotation, stage: Rounding, *, rank: int = 0) -> Tensor:
     return turns.now.offsets(512, stage, rank=rank, device=CPU)
 
 
-def over_steps(number: int, *, has_optimizer: bool) -> dict[Stage, Tensor]:
+def over_steps(number: int, *, has_optimizer: bool) -> dict[Rounding, Tensor]:
     """Returns the offsets of each stage. [number, 512]"""
     turns, params = Rotation(is_host=True), [torch.ones(3, 4), torch.zeros(5)]
-    found: dict[Stage, list[Tensor]] = {stage: [] for stage in Stage}
+    found: dict[Rounding, list[Tensor]] = {stage: [] for stage in Rounding}
     for _ in range(number):
         turns.advance(params)
-        for stage in Stage:
+        for stage in Rounding:
             found[stage].append(offsets_of(turns, stage))
         if has_optimizer:
             params[0] -= 1e-3
@@ -39,7 +39,7 @@ def test_offsets_are_spread_evenly_in_a_step_and_over_steps() -> None:
 def test_the_stages_of_a_step_do_not_depend_on_each_other() -> None:
     for has_optimizer in (False, True):
         rows = over_steps(1024, has_optimizer=has_optimizer)
-        for one, other in ((Stage.OWN, Stage.MEAN), (Stage.OWN, Stage.ACROSS), (Stage.ACROSS, Stage.MEAN)):
+        for one, other in ((Rounding.OWN, Rounding.MEAN), (Rounding.OWN, Rounding.ACROSS), (Rounding.ACROSS, Rounding.MEAN)):
             are_up = rows[one][:, 7] > 0, rows[other][:, 7] > 0
             both = (are_up[0] & are_up[1]).float().mean()
             assert abs(both - 0.25) < 0.06  # deviation: 0.014
@@ -51,13 +51,13 @@ def test_offsets_follow_from_the_parameters_alone() -> None:
     before.advance([torch.ones(2)])
     for turns in (resumed, before):
         turns.advance(params)
-    assert torch.equal(offsets_of(resumed, Stage.OWN), offsets_of(before, Stage.OWN))
-    first = offsets_of(resumed, Stage.OWN)
+    assert torch.equal(offsets_of(resumed, Rounding.OWN), offsets_of(before, Rounding.OWN))
+    first = offsets_of(resumed, Rounding.OWN)
     for param in params:
         resumed.advance(params)
         param.view(-1)[0] += 0.5
         resumed.advance(params)
-        assert not torch.equal(offsets_of(resumed, Stage.OWN), first)
+        assert not torch.equal(offsets_of(resumed, Rounding.OWN), first)
 
 
 def test_synchronizations_without_a_step_between_them_have_other_offsets_and_so_have_ranks() -> None:
@@ -65,7 +65,7 @@ def test_synchronizations_without_a_step_between_them_have_other_offsets_and_so_
     seen = []
     for _ in range(3):
         turns.advance(params)
-        seen += [offsets_of(turns, Stage.OWN, rank=rank) for rank in range(3)]
+        seen += [offsets_of(turns, Rounding.OWN, rank=rank) for rank in range(3)]
     assert all(not torch.equal(one, other) for place, one in enumerate(seen) for other in seen[:place])
 
 
@@ -73,10 +73,10 @@ def test_a_digest_on_a_device_is_the_same_as_on_the_host() -> None:
     params = [torch.randn(100)]
     turns = Rotation(is_host=True)
     turns.advance(params)
-    host, digest = offsets_of(turns, Stage.MEAN), turns.now.digest
+    host, digest = offsets_of(turns, Rounding.MEAN), turns.now.digest
     device = Rotation(is_host=False)
     for number in range(2):
         device.advance(params)
         assert (int(device.now.digest), int(device.now.repeats)) == (digest, number)
         if number == 0:
-            assert torch.equal(offsets_of(device, Stage.MEAN), host)
+            assert torch.equal(offsets_of(device, Rounding.MEAN), host)

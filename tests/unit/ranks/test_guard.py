@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -16,20 +16,21 @@ from support.outsiders import outsiders
 from support.processes import Ended, Rank, run_ranks
 from undertow import SyncConfig
 from undertow.errors import StallTimeout
-from undertow.ranks import connections, faults, patience
-from undertow.ranks.connections import Rendezvous, connect_ring
+from undertow.ranks import faults, handshake, patience
 from undertow.ranks.guard import GUARD, meet
+from undertow.ranks.handshake import connect_ring
+from undertow.ranks.meeting import Meeting
 from undertow.ranks.watch import NullWatch, Ring, Watch
 from undertow.torch_private import private
 
 WITHIN_S = 5.0  # on a machine that does much else; some hundredths of a second otherwise
-GONE = ["RankLost", "rank 1 is gone: its process has ended without a word, or was killed."]
+GONE = ["RankLost", "rank 1 is gone: its process exited or was killed without reporting an error."]
 
 
 def joined(rank: Rank, **limits: float) -> Watch:
     """This rank's watch in a ring with the others."""
     store = dist.FileStore(str(rank.directory / "store"), rank.num_ranks)
-    meeting = Rendezvous(store, "ring", rank.number, rank.num_ranks, lambda _: None)
+    meeting = Meeting(store, "ring", rank.number, rank.num_ranks, Mock())
     neighbors = connect_ring(meeting)
     ring = Ring(neighbors, rank=rank.number, num_ranks=rank.num_ranks)
     GUARD.adopt(tuple(range(rank.num_ranks)), ring, store)
@@ -80,7 +81,7 @@ def test_a_killed_rank_is_named_on_every_other_rank(num_ranks: int) -> None:
 
 def in_the_ring_with_outsiders(rank: Rank) -> list[str]:
     """As `is_killed` in the ring, where every port is visited before the ranks know of it."""
-    listen = connections._listening
+    listen = handshake._listening
 
     def listening(address: str) -> socket.socket:
         listener = listen(address)
@@ -88,7 +89,7 @@ def in_the_ring_with_outsiders(rank: Rank) -> list[str]:
         return listener
 
     slow, silent, garbage = b"0", b"", b"GET / HTTP/1.1\r\n\r\n" * 4
-    with outsiders(9, words=[slow, silent, garbage]) as visit, patch.object(connections, "_listening", listening):
+    with outsiders(9, words=[slow, silent, garbage]) as visit, patch.object(handshake, "_listening", listening):
         return in_the_ring(is_killed, {}, rank)
 
 

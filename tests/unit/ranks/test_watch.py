@@ -68,10 +68,10 @@ def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplo
     watch = ring.join(SyncConfig())
     line = change if isinstance(change, str) else json.dumps({**GOOD, **change})
     with caplog.at_level(logging.WARNING, "undertow"):
-        ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_there=True)
+        ring.hear(source, [line.encode("utf-8", "surrogateescape")], is_connected=True)
     assert (ring.fault, ring.left, watch._texts) == (None, {}, {})
     assert "made no sense" in caplog.messages[0]
-    ring.hear(source, [json.dumps(GOOD).encode()], is_there=True)
+    ring.hear(source, [json.dumps(GOOD).encode()], is_connected=True)
     assert watch._texts == {0: {0: "here"}}
 
 
@@ -87,8 +87,8 @@ def test_a_message_goes_both_ways_round_up_to_the_rank_that_has_said_it() -> Non
     ring.neighbors = [after, before]
     watch = ring.join(SyncConfig())
     said = {rank: json.dumps({**GOOD, "from": rank}).encode() for rank in (0, 2, 3)}
-    ring.hear(before, [said[0], said[3], said[2]], is_there=True)
-    ring.hear(after, [said[2], said[3], said[0]], is_there=True)
+    ring.hear(before, [said[0], said[3], said[2]], is_connected=True)
+    ring.hear(after, [said[2], said[3], said[0]], is_connected=True)
     assert [call.args[0] for call in after.send.call_args_list] == [said[0], said[3]]
     assert [call.args[0] for call in before.send.call_args_list] == [said[2], said[3]]
     assert watch._texts == {0: dict.fromkeys((0, 2, 3), "here")}
@@ -98,7 +98,7 @@ def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
     ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection, rank=0, has_unsent=False)
     for has_left in (True, False):
         ring.neighbors, ring.left = [source], {0: faults.left(0, None, 7)} if has_left else {}
-        ring.hear(source, [], is_there=False)
+        ring.hear(source, [], is_connected=False)
         assert (ring.fault, ring.neighbors) == (None if has_left else faults.lost(0), [])
 
 
@@ -132,7 +132,7 @@ WORDS = {
 
 @pytest.mark.parametrize("text", WORDS)
 def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: Watch) -> None:
-    fault = alone.reason(RuntimeError(text))
+    fault = alone.reason_of(RuntimeError(text))
     assert fault == alone.fault or not WORDS[text]
     expected = (StallTimeout, "rank 1 has waited for the whole timeout of the process group.")
     assert (fault and (fault.kind, fault.what)) == (expected if WORDS[text] else None)
@@ -146,12 +146,12 @@ def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: Wa
 def test_the_last_report_is_told_with_the_wait_that_it_is_about(waits_for: str, since_s: float, told: str, alone: Watch) -> None:
     alone.told = 100.0, "rank 1 has waited 30 s."
     alone.here.wait = waits_for, since_s
-    assert alone.reason(RuntimeError("Operation timed out!")).told == told
+    assert alone.reason_of(RuntimeError("Operation timed out!")).told == told
 
 
 def test_a_rank_whose_process_has_ended_is_the_reason(alone: Watch) -> None:
     alone.ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
-    fault: Any = alone.reason(RuntimeError("Connection closed by peer"))
+    fault: Any = alone.reason_of(RuntimeError("Connection closed by peer"))
     left = "rank 0 has left: it has finished after 7 synchronizations, and others wait for it."
     assert (fault.kind, fault.what) == (RankLost, left)
 
@@ -199,7 +199,7 @@ def test_any_other_thread_may_be_the_one_that_trains(watch: Watch) -> None:
 def test_a_rank_waits_until_it_is_known_why_its_wait_has_failed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     # Others would count it as late.
     waits_for = []
-    monkeypatch.setattr(watch, "reason", lambda _error: waits_for.append(watch.here.wait[0]))
+    monkeypatch.setattr(watch, "reason_of", lambda _error: waits_for.append(watch.here.wait[0]))
     with pytest.raises(RuntimeError, match="Connection closed"), watch.waiting("bucket 3"):
         raise RuntimeError("Connection closed by peer")
     assert (waits_for, watch.here.wait[0]) == (["bucket 3"], "")
@@ -217,6 +217,20 @@ def test_a_process_waits_at_its_end_for_tasks_and_for_workers_that_these_start()
     threading.Timer(0.05, begins.set).start()
     end_workers()
     assert done == ["the task of another worker"]
+
+
+def test_a_process_waits_at_its_end_for_tasks_that_a_worker_gives_itself() -> None:
+    worker = Worker("undertow-test", HERE)
+    begins, done = threading.Event(), list[str]()
+
+    def task() -> None:
+        assert begins.wait(10.0)
+        worker.submit(worker.submit, done.append, "the last task of three")
+
+    worker.submit(task)
+    threading.Timer(0.05, begins.set).start()
+    end_workers()
+    assert done == ["the last task of three"]
 
 
 def test_a_process_does_not_wait_at_its_end_for_a_worker_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ def sent(*num_bytes: int) -> StepReport:
     return report(record(buckets=tuple(replace(it, num_bytes=num) for it, num in zip(record().buckets, num_bytes, strict=True))))
 
 
-SKIPPED = "Optimizer steps skipped so far, for gradients were not finite: 3\n"
-ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
+SKIPPED = "Optimizer steps skipped because of non-finite gradients: 3\n"
+ONE_GRAPH = "because no bucket reaches 1 MiB: its gradients arrive all at once.\n"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ ONE_GRAPH = "none of its buckets has 1 MiB: its gradients come all at once.\n"
         pytest.param(report(record()), (), ("gather", "Gather"), id="no gathers"),
         pytest.param(
             report(record(gathers=GATHERS)),
-            ("80.0  limit 80.0: not earlier with these buckets",),
+            ("80.0  limit 80.0, the earliest with these buckets",),
             ("achieved",),
             id="the limit of these buckets",
         ),

@@ -12,7 +12,8 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow import ShardedGradientError
 from undertow.plan import plan_from_groups
-from undertow.sharded.bucket import FlatParams, GradientPlaceholder, _gaps_in
+from undertow.sharded.params import FlatParams, _gaps_in
+from undertow.sharded.placeholder import GradientPlaceholder
 from undertow.torch_private import private
 
 

@@ -182,8 +182,8 @@ def test_the_command_merges_and_tells_of_missing_ranks(folder: Path, undertow: U
     assert undertow(f"trace {folder}") == (0, f"2 traces of 2 ranks: {folder}.json.gz\n", "")
     (folder / "trace.rank1.json.gz").unlink()
     found = undertow(f"trace {folder} --out {folder}/it.json")
-    assert found == (0, f"1 traces of 1 ranks; no traces of ranks 1: {folder}/it.json\n", "")
-    assert "no traces of ranks 1" in json.loads((folder / "it.json").read_text())["undertow_trace"]["merged"]
+    assert found == (0, f"1 trace of 1 rank; no traces of rank 1: {folder}/it.json\n", "")
+    assert "no traces of rank 1" in json.loads((folder / "it.json").read_text())["undertow_trace"]["merged"]
 
 
 def cut(folder: Path) -> None:

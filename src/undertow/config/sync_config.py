@@ -1,7 +1,6 @@
-"""Settings: frozen and validated."""
+"""The settings of a synchronization: what each means, and which values work."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,118 +9,21 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, Literal, Protocol, Self, get_args, get_origin, runtime_checkable
 
-from undertow.errors import (
-    CheckpointError,
-    ConfigError,
-    PhaseError,
-    UndertowError,
-    WrongType,
-    require,
-    require_known,
-    suggestion,
-)
+from undertow.config.dtypes import dtype_name
+from undertow.config.experts import ExpertGroup
+from undertow.config.outer import Outer
+from undertow.config.refusals import refused
+from undertow.errors import ConfigError, WrongType, require, require_known, suggestion
 from undertow.foreign import as_float
 from undertow.wire import AUTO, PARAM_WIRES, WIRES
 
 _MAX_SHOWN = 200  # characters of a path
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _REMEDIES = {
     "op": "Gradients are always averaged. For the mean over all tokens, divide the loss by "
     "model.mean_over_ranks(num_tokens).wait(); for a sum, multiply it by the number of ranks.",
     "wire_dtype": 'Write wire="bfloat16".',
 }
 _DTYPES = ("reduce_dtype", "wire", "param_wire")
-# Every pair of features that cannot be used together: the error, the reason and the way out.
-# docs/limits.md lists them.
-REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
-    ("closure", "skip"): (
-        PhaseError,
-        'nonfinite="skip" cannot be used with step(closure): the step has begun when the closure '
-        "computes gradients.",
-        'Call the closure before step(), or use nonfinite="raise".',
-    ),
-    ("experts", "checkpoint"): (
-        CheckpointError,
-        "this model has experts: ranks have different tensors under one name, and a checkpoint "
-        "stores one per name.",
-        "Save model.state_dict() and optimizer.state_dict() on each rank, in separate files.",
-    ),
-    ("experts", "hybrid"): (
-        ConfigError,
-        'experts do not go with strategy="hybrid".',
-        'Use "ddp", "zero1" or "zero2".',
-    ),
-    ("experts", "join"): (
-        PhaseError,
-        "a rank without data cannot leave a model with experts: tokens of other ranks need the "
-        "experts that it holds.",
-        "Give every rank the same number of batches.",
-    ),
-    ("experts", "outer"): (
-        ConfigError,
-        "outer synchronization does not go with experts: replicas hold different parameters.",
-        "Leave outer out.",
-    ),
-    ("experts", "skip"): (
-        ConfigError,
-        'nonfinite="skip" cannot be used with experts: only some ranks would know that a step is '
-        "to be skipped.",
-        'Use "raise".',
-    ),
-    ("hook", "op"): (
-        ConfigError,
-        "with a communication hook it is the hook that divides gradients.",
-        "Leave op out, and let the hook divide.",
-    ),
-    ("hook", "shards"): (
-        ConfigError,
-        "communication hooks reduce whole gradients, and a ShardedOptimizer needs only shards of "
-        "them.",
-        "Use a plain optimizer with the hook, or leave the hook out.",
-    ),
-    ("hook", "wire"): (
-        ConfigError,
-        "a communication hook chooses the format of the gradients that it sends, and wire asks for "
-        "another one.",
-        "Leave wire out, or encode in the hook.",
-    ),
-    ("hybrid", "outer"): (
-        ConfigError,
-        'outer synchronization does not go with strategy="hybrid", which synchronizes rows in '
-        "every step.",
-        'Use "zero1": on a mesh, each row shards, and rows are replicas.',
-    ),
-    ("join", "mean_over_ranks"): (
-        PhaseError,
-        "mean_over_ranks() was called inside join(): a rank that has left its loop does not "
-        "answer.",
-        "Leave join() out. Give 0 on a rank without data, call finish() there, and end every "
-        "rank's loop when the mean is 0.",
-    ),
-    ("join", "outer"): (
-        PhaseError,
-        "join() cannot be used with outer synchronization: each exchange needs all replicas.",
-        "Give every rank the same number of batches.",
-    ),
-    ("join", "shards"): (
-        PhaseError,
-        "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank "
-        "without data does not step.",
-        "Give every rank the same number of batches: drop_last=True of a DataLoader, or a "
-        "sampler that pads, as DistributedSampler does.",
-    ),
-    ("shards", "sparse"): (
-        ConfigError,
-        "a gradient is sparse: it cannot be cut into shards.",
-        "Make the embedding with sparse=False, or use a plain optimizer.",
-    ),
-}
-
-
-def refused(first: str, second: str, *, where: str) -> UndertowError:
-    """Returns the error of two features that cannot be used together."""
-    error, what, remedy = REFUSED[first, second]
-    return error(what, where=where, remedy=remedy)
 
 
 @runtime_checkable
@@ -129,153 +31,6 @@ class HasJson(Protocol):
     """A plan that settings can read; they only need its JSON text."""
 
     def to_json(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertGroup:
-    """Experts whose gradients are reduced over a separate group: the ranks that hold the same
-    experts.
-
-    Args:
-        match: A pattern of parameter and buffer names, such as "*.experts.*"; `*`, `?` and `[...]`
-            as in `fnmatch`.
-        process_group: The torch.distributed.ProcessGroup of the ranks that hold the same experts as
-            this rank.
-        divisor: The sum over those ranks is divided by it. If tokens of all ranks reach an expert,
-            give the number of all ranks: the mean covers their batches. Every gradient is
-            multiplied by the size of the process group over the divisor when autograd adds it to
-            `.grad`; one that you write there yourself is not. None uses the size of the process
-            group.
-
-    Raises:
-        ConfigError: If the pattern is not a non-empty string, or if the divisor is not a positive
-            number.
-
-    ```python
-    SyncConfig(experts=(ExpertGroup(match="*.experts.*", process_group=group),))
-    ```
-    """
-
-    match: str
-    process_group: Any
-    divisor: float | None = None
-
-    def __post_init__(self) -> None:
-        require(
-            isinstance(self.match, str) and self.match != "",
-            f"match must be a pattern of parameter names, got {self.match!r}.",
-            where="ExpertGroup",
-            remedy='Write match="*.experts.*"; for several patterns give several groups.',
-        )
-        require(
-            self.divisor is None or 0 < as_float(self.divisor) < math.inf,
-            f"divisor must be a positive number, got {self.divisor!r}.",
-            where=f"ExpertGroup(match={self.match!r})",
-            remedy="Give the number of ranks whose tokens reach the experts, or leave it out for "
-            "the size of the group.",
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields without the process group, which exists in this process only."""
-        return {"match": self.match, "divisor": self.divisor}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outer:
-    """Settings of outer synchronization: replicas train alone for `every` steps.
-
-    A replica is one rank, or one row of a two-dimensional DeviceMesh. The layers of the model form
-    fragments. A fragment's exchange averages, over replicas, the difference between the global
-    parameters and the replica's own. Then an outer optimizer, SGD with momentum, steps on the mean.
-
-    Over some outer steps it multiplies the learning rate of your own optimizer by up to
-    `lr / (1 - momentum)`: 1.4 by default, and 7 with the momentum of 0.9 that papers have. After a
-    change of either, tune that learning rate again. `lr=1.0, momentum=0.0` takes the mean of the
-    replicas' parameters, and saves the memory of the momentum.
-
-    Args:
-        every: Steps between two exchanges of a fragment.
-        lr: The learning rate of the outer optimizer.
-        momentum: Its momentum, from 0 to less than 1.
-        nesterov: True uses Nesterov momentum.
-        fragments: Number of fragments; at most the number of layers. "auto" measures the first
-            steps and the link.
-        delay: Steps of training that hide an exchange; 0 waits for it at once. A fragment loses
-            what its replica trains in them. "auto" measures, and takes a tenth of `every` at most.
-        wire: The format of differences, as `SyncConfig.wire`; None: full width.
-        mix: The share that a replica keeps of the parameters it has, from 0 to less than 1.
-
-    Raises:
-        ConfigError: For every value that cannot work.
-
-    ```python
-    config = SyncConfig(outer=Outer(every=30))
-    ```
-    """
-
-    every: int = 0  # must be given
-    lr: float = 0.7
-    momentum: float = 0.5
-    nesterov: bool = True
-    fragments: int | Literal["auto"] = "auto"
-    delay: int | Literal["auto"] = "auto"
-    wire: Literal["bfloat16", "float16", "int8"] | Any | None = "int8"
-    mix: float = 0.0
-
-    def __new__(cls, **settings: Any) -> Self:
-        require_known(settings, cls.__dataclass_fields__, "setting", where="Outer")
-        return object.__new__(cls)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "wire", _dtype_name(self.wire))
-        delay = self.delay
-        checks = (
-            ("every", _is_whole(self.every, least=1), "a whole number of steps from 1 on", "30"),
-            ("lr", 0 < as_float(self.lr) < math.inf, "a positive number", "0.7"),
-            ("momentum", 0 <= as_float(self.momentum) < 1, "from 0 to less than 1", "0.9"),
-            ("nesterov", type(self.nesterov) is bool, "True or False", "True"),
-            (
-                "fragments",
-                self.fragments == AUTO or _is_whole(self.fragments, least=1),
-                'a whole number from 1 on, or "auto"',
-                "4",
-            ),
-            (
-                "delay",
-                delay == AUTO or _is_whole(delay, least=0),
-                'a whole number of steps from 0 on, or "auto"',
-                "1",
-            ),
-            ("mix", 0 <= as_float(self.mix) < 1, "from 0 to less than 1", "0.0"),
-        )
-        for name, holds, wanted, example in checks:
-            require(
-                holds,
-                f"{name} must be {wanted}, got {brief(getattr(self, name))}.",
-                where="Outer",
-                remedy=f"Write {name}={example}.",
-            )
-        require(
-            not isinstance(delay, int) or delay < self.every,
-            f"delay must be less than every={self.every}, got {delay}.",
-            where="Outer",
-            remedy="An exchange of a fragment ends before its next one begins: give a smaller "
-            "delay.",
-        )
-        require(
-            self.wire is None or self.wire in WIRES,
-            f"wire cannot be {self.wire!r}.",
-            where="Outer",
-            remedy=suggestion(self.wire, [*WIRES]),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the settings by name."""
-        return dataclasses.asdict(self)
-
-
-def _is_whole(value: object, *, least: int) -> bool:
-    return type(value) is int and value >= least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +53,7 @@ class SyncConfig:
         plan: A plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is
             stored as text. It overrides `bucket_cap_mb`, `order` and `auto_tune`.
         auto_tune: True tries at most six other plans on real steps, after the tenth, and takes one
-            whose steps are faster by 2 % or more beyond doubt; then never again until parameters
+            whose steps are clearly faster, by 2 % or more; then never again until parameters
             change. It has no effect with shards, if `bucket_cap_mb` or `plan` is given, with
             `overlap=False`, a communication hook or `record="off"`, or under
             torch.use_deterministic_algorithms. There another plan would round differently with
@@ -322,7 +77,7 @@ class SyncConfig:
             halve the bytes of fp32; "int8" sends a byte for each element and an fp32 scale for
             each block of 512, a quarter, and rounds so that errors average out over steps. Ranks
             decode and add in fp32, in rank order, and send the mean in the same format: all ranks
-            hold equal bits, whatever the plan. "auto" tries full width, int8 for all buckets, and
+            hold equal bits, under every plan. "auto" tries full width, int8 for all buckets, and
             int8 for the last ones, and keeps the fastest; it keeps full width where `auto_tune` has
             no effect, except with `bucket_cap_mb`. None: as they are. For "hybrid" a pair is
             possible, within rows and across them: (None, "int8"). Sparse, complex and 16-bit
@@ -347,8 +102,7 @@ class SyncConfig:
         stall_timeout_s: Seconds of waiting after which the step fails, with StallTimeout on every
             rank. Infinity turns off either limit. Over gloo the step then fails with StallTimeout
             when the timeout of the process group ends, which also cuts a longer stall_timeout_s
-            short. If all ranks wait, for different calls, they do not wait that long: the step
-            fails soon after the report.
+            short. If all ranks wait for different calls, the step fails soon after the report.
         experts: Groups of parameters that are reduced over separate process groups, each an
             ExpertGroup, in the same order on every rank. Not with "hybrid".
         record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
@@ -433,7 +187,7 @@ class SyncConfig:
                 "Give a number above zero, or math.inf to switch it off.",
             )
         for name in _DTYPES:
-            object.__setattr__(self, name, _dtype_name(getattr(self, name)))
+            object.__setattr__(self, name, dtype_name(getattr(self, name)))
         object.__setattr__(self, "wire", _wire_of_axes(self.wire, self.strategy))
         if isinstance(self.bucket_cap_mb, list):
             object.__setattr__(self, "bucket_cap_mb", caps)
@@ -508,15 +262,6 @@ def _text_of_plan(plan: object) -> str | None:
     )
 
 
-def _dtype_name(value: object) -> object:
-    """Returns the long name of a dtype that is a torch.dtype or has a short name.
-
-    Any other value as it is.
-    """
-    name = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
-    return _SHORT_DTYPES.get(str(name), name)
-
-
 def replaced(config: SyncConfig, settings: Mapping[str, Any]) -> SyncConfig:
     """Returns the config with other settings. A dict for `outer` replaces only the settings in it.
 
@@ -553,7 +298,7 @@ def _wire_of_axes(wire: object, strategy: str | None) -> object:
         f"wire must be one format, got {wire!r}.",
         'Only strategy="hybrid" takes two: within rows of the mesh, and across them.',
     )
-    return tuple(map(_dtype_name, wire))
+    return tuple(map(dtype_name, wire))
 
 
 def _check_choice(field: dataclasses.Field[Any], value: object) -> None:

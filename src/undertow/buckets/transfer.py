@@ -1,0 +1,188 @@
+"""How the values of one bucket travel, chosen when the bucket is made.
+
+AllReduce         in full width, with the trailer in the same message
+EncodedExchange   in a format: ranks exchange parts, and the trailer separately
+HookedReduction   by the user's communication hook; a small all-reduce has the trailer
+SparseReduction   one all-reduce for each sparse gradient, and a small one for the trailer
+
+`sharded/reduce_scatter.py` has the one of shards.
+
+Reasons: docs/design/exchanges.md.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from undertow.buckets.comm_hook import CommHook, HookedBucket
+from undertow.buckets.gradients import BucketGradients
+from undertow.buckets.memory import BucketMemory
+from undertow.buckets.reducer import Reducer
+from undertow.buckets.trailer import TrailerCodec
+from undertow.plan import Bucket, Plan
+from undertow.ranks.dither import Rounding, Turn
+from undertow.ranks.handle import Handle
+from undertow.ranks.parcels import Encoded
+from undertow.schedule import OpKind
+
+
+class BucketTransfer(ABC):
+    """Reduces the packed values of one bucket, and its trailer, over all ranks.
+
+        start ──> [start_across ──>] finish
+        start_late ──> handles to wait for          gradients that arrived after `start`
+
+    `wire_bytes` are passed to collectives in a reduction, 0 if a hook passes them. `encoded` are
+    the messages in a format, which note how long coding took.
+    """
+
+    kind: ClassVar = OpKind.ALL_REDUCE  # of `start`, in the schedule
+    sums_trailer: ClassVar[bool]  # the trailer becomes its sum over ranks, and not its mean
+
+    def __init__(self, *, wire_bytes: int, encoded: Sequence[Encoded] = ()) -> None:
+        self.wire_bytes = wire_bytes
+        self.encoded = encoded
+        self.handles: Sequence[Handle] = ()  # of the reduction under way
+
+    @abstractmethod
+    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+        """Sends the packed values and the trailer, which it may mark before.
+
+        `turn` has the offsets of this synchronization, for formats that take them.
+        """
+
+    def start_across(self, turn: Turn) -> None:
+        """Continues over the second axis of a mesh, if the strategy has one."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
+        """Starts to reduce values that lie outside of the bucket, in place and in full width."""
+
+    def finish(self) -> None:
+        """Waits until values and trailer are reduced."""
+        handles, self.handles = self.handles, ()
+        for handle in handles:
+            handle.wait()
+
+    def is_completed(self) -> bool:
+        """Returns True if `finish` would not wait."""
+        return all(handle.is_completed() for handle in self.handles)
+
+
+def transfer_of(
+    spec: Bucket, plan: Plan, gradients: BucketGradients, params: Sequence[Tensor], reducer: Reducer
+) -> BucketTransfer:
+    """Returns the transfer of a bucket whose gradients are whole on every rank."""
+    if reducer.hook is not None and spec.slots:
+        return HookedReduction(spec, gradients, params, reducer, reducer.hook)
+    if spec.is_sparse:
+        return SparseReduction(spec, gradients, reducer)
+    parcel = reducer.parcel_of(spec)
+    if parcel is not None:
+        return EncodedExchange(spec, plan, gradients.memory, reducer, parcel)
+    return AllReduce(spec, gradients.memory, reducer)
+
+
+class AllReduce(BucketTransfer):
+    """An all-reduce in full width, by the backend or added in rank order."""
+
+    sums_trailer = False
+
+    def __init__(self, spec: Bucket, memory: BucketMemory, reducer: Reducer) -> None:
+        super().__init__(wire_bytes=spec.wire_bytes)
+        self._spec, self._memory, self._reducer = spec, memory, reducer
+
+    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+        if self._reducer.finite is not None:
+            self._reducer.mark_nonfinite((self._memory.gradients,), self._spec, trailer)
+        self.handles = (self._reducer.reduce(self._memory.flat),)
+
+    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
+        return self._reducer.reduce_each(values)
+
+
+class EncodedExchange(BucketTransfer):
+    """An exchange of parts in a format."""
+
+    sums_trailer = True
+
+    def __init__(
+        self, spec: Bucket, plan: Plan, memory: BucketMemory, reducer: Reducer, parcel: Encoded
+    ) -> None:
+        wire_bytes = sum(parcel.sizes) + spec.trailer_bytes
+        super().__init__(wire_bytes=wire_bytes, encoded=(parcel,))
+        self._spec, self._plan, self._memory = spec, plan, memory
+        self._reducer, self._parcel = reducer, parcel
+
+    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+        reducer, flat = self._reducer, self._memory.flat
+        if reducer.finite is not None:
+            values = (self._memory.gradients,)
+            reducer.mark_nonfinite(values, self._spec, trailer, self._parcel)
+        parcel = self._parcel.dithered(
+            turn, Rounding.OWN, rank=reducer.group.rank, device=flat.device
+        )
+        if reducer.lost.is_counting:
+            reducer.lost.count(flat, self._spec, self._plan, parcel)
+        assert reducer.exchanges is not None  # a parcel is theirs
+        self.handles = (reducer.exchanges.all_reduce(flat, parcel, trailer=self._memory.trailer),)
+
+    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
+        return self._reducer.reduce_each(values)
+
+
+class HookedReduction(BucketTransfer):
+    """The user's communication hook, once for a dense bucket or for each sparse gradient."""
+
+    sums_trailer = False
+
+    def __init__(
+        self,
+        spec: Bucket,
+        gradients: BucketGradients,
+        params: Sequence[Tensor],
+        reducer: Reducer,
+        hook: CommHook,
+    ) -> None:
+        super().__init__(wire_bytes=0)
+        self._spec, self._gradients, self._reducer, self._hook = spec, gradients, reducer, hook
+        # the parameters of each call
+        self._params = [[param] for param in params] if spec.is_sparse else [params]
+
+    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+        values = self._gradients.values()
+        self._reducer.mark_nonfinite(values, self._spec, trailer)
+        handles = self.start_late(values)
+        self.handles = (*handles, self._reducer.reduce(self._gradients.memory.trailer))
+
+    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
+        index, group = self._spec.index, self._reducer.group
+        last = len(values) - 1 if self._spec.trailer.facts else None
+        handles: list[Handle] = []
+        for place, (value, params) in enumerate(zip(values, self._params, strict=True)):
+            bucket = HookedBucket(index, value, params, is_last=place == last)
+            handles.append(self._hook.start(bucket, group))
+        return handles
+
+
+class SparseReduction(BucketTransfer):
+    """An all-reduce for each sparse gradient."""
+
+    sums_trailer = False
+
+    def __init__(self, spec: Bucket, gradients: BucketGradients, reducer: Reducer) -> None:
+        super().__init__(wire_bytes=spec.wire_bytes)
+        self._spec, self._gradients, self._reducer = spec, gradients, reducer
+
+    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+        values = self._gradients.values()
+        self._reducer.mark_nonfinite(values, self._spec, trailer)
+        self.handles = self._reducer.reduce_each([*values, self._gradients.memory.trailer])
+
+    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
+        return self._reducer.reduce_each(values)

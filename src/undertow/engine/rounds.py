@@ -1,0 +1,264 @@
+"""The rounds of one engine: how each begins, runs stage after stage, and ends.
+
+Reasons: docs/design/backward.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+from undertow.buckets.bucket import gradients_aside
+from undertow.buckets.recorder import Recorder
+from undertow.engine import agreed_errors
+from undertow.engine.checks import Checks
+from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.hooks import OutermostEnd, no_round, users_hooks
+from undertow.engine.moves import Moves
+from undertow.engine.progress import Gradients, Progress
+from undertow.engine.rebuild import rebuild, require_changed_alike, tell_of_change
+from undertow.engine.round import Round, RoundKind, Stage, Terms
+from undertow.errors import UndertowError
+from undertow.torch_private import private
+
+
+class Rounds:
+    """Rounds one after the other; `now` is the one under way.
+
+        begin ──> end_backward ──> send ──> wait, bind ──> _judge
+                  └─ if the plan changes: tell of it ──> rebuild ──> send ──> ...
+
+    `advance` runs the next stage, and `finish` all that are left. `Round` explains stages. `end`
+    detects the end of the backward that a round belongs to.
+    """
+
+    def __init__(
+        self,
+        current_plan: CurrentPlan,
+        moves: Moves,
+        progress: Progress,
+        checks: Checks,
+        recorder: Recorder,
+        end: OutermostEnd,
+    ) -> None:
+        self.now: Round | None = None
+        self._current_plan, self._moves = current_plan, moves
+        self._progress, self._checks = progress, checks
+        self._recorder, self._end = recorder, end
+
+    def begin(self, kind: RoundKind, *, is_last: bool, op: str | None = None) -> None:
+        """Begins a round, and starts it unless the plan is about to change.
+
+        `is_last`: the step adds up no more gradients. `op` is set for a reduction by hand.
+        """
+        current_plan, progress = self._current_plan, self._progress
+        # A hook that user code has registered since the forward may run after Undertow's, once, on
+        # the first gradient.
+        is_overtaken = current_plan.hooks.run_last()
+        is_synchronized = kind is not RoundKind.ACCUMULATE
+        conclude = self._judge if is_synchronized else self._conclude_accumulation
+        begun = Round(
+            kind=kind,
+            is_last=is_last,
+            op=op,
+            holds_back=is_overtaken or not current_plan.compiled.reducer.config.overlap,
+            conclude=conclude,
+        )
+        if is_synchronized:
+            current_plan.open_group()  # before the first round
+            self._moves.adopt_plan()  # most rounds have none
+            progress.gradients = Gradients.INCOMPLETE
+        current_plan.hooks.arrivals.reset()
+        self.now = begun
+        self._recorder.backward_begins(generation=current_plan.compiled.generation)
+        if current_plan.change is None:
+            self._start(begun)
+
+    def _start(self, begun: Round) -> None:
+        """Starts the round under the plan in force."""
+        current_plan, progress, checks = self._current_plan, self._progress, self._checks
+        hooks, steps = current_plan.hooks, progress.steps
+        is_telling = begun.kind is RoundKind.REDUCE
+        # a device's host waits for trailers only if what follows depends on them
+        is_read_at_once = not current_plan.group.hardware.is_host and (
+            checks.loads.are_known
+            or checks.must_be_read(progress.num_rounds)
+            or (hooks.tuning is not None and hooks.tuning.communicates_next)
+        )
+        terms = Terms(
+            number=progress.num_rounds,
+            mode=None if begun.kind is RoundKind.SHADOW else steps.mode,
+            settings=steps.settings,
+            is_loaded=checks.loads.are_known,
+            digests={"settings": steps.digest} if is_telling else {},
+            rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
+            is_read_at_once=is_read_at_once,
+        )
+        begun.start(current_plan.compiled, hooks, terms)
+
+    def end_backward(self, ending: Round) -> None:
+        """Called when its backward has ended: chooses the first stage."""
+        self._recorder.backward_ends()
+        if ending.has_started:
+            first: Stage = ending.send
+        elif ending.kind is RoundKind.ACCUMULATE:
+            # Gradients stay where they are until the ranks rebuild.
+            first = partial(self._conclude_accumulation, ending)
+        else:
+            first = self._first_stage(ending)
+        ending.backward_ended(first)  # last: an error before leaves a backward that has failed
+
+    def _first_stage(self, ending: Round) -> Stage:
+        """Returns the first stage of a round that has not started, because of a change or of an
+        error at its start."""
+        if self._current_plan.change is None:
+            return partial(self._start_late, ending)
+        return partial(self._tell_of_change, ending)
+
+    def _tell_of_change(self, ending: Round) -> Stage:
+        """Sends the buckets of the plan in force."""
+        mode = None if ending.kind is RoundKind.SHADOW else self._progress.steps.mode
+        terms = Terms(number=self._progress.num_rounds, mode=mode)
+        told = tell_of_change(self._current_plan, terms)
+        return partial(self._rebuild, ending, told)
+
+    def _rebuild(self, ending: Round, told: Round) -> Stage:
+        """Leaves the plan in force with all ranks. This counts as a synchronization, even if the
+        ranks have changed differently: a rank without a change has run one."""
+        progress = self._progress
+        try:
+            rebuild(self._current_plan, told)
+        except BaseException:
+            progress.round_ends(has_failed=True, is_last=ending.is_last)
+            raise
+        finally:
+            self._current_plan.has_left()
+        progress.num_rounds += 1
+        return self._start_late(ending)
+
+    def _start_late(self, ending: Round) -> Stage:
+        """Starts the round under the plan in force and sends it at once: other engines may wait for
+        that."""
+        self._start(ending)
+        return ending.send()
+
+    def _conclude_accumulation(self, _ended: Round) -> None:
+        hooks = self._current_plan.hooks
+        hooks.arrived_before |= hooks.arrivals.arrived
+        self._progress.has_accumulated = True
+        self._current_plan.is_stale = True
+
+    def _judge(self, ended: Round) -> None:
+        """Ends a complete synchronization as all ranks do.
+
+        Raises the error that they have agreed on.
+        """
+        current_plan, found = self._current_plan, ended.found
+        self._recorder.round_ends(found.busy_ms)
+        hooks, plan = current_plan.hooks, ended.compiled.plan
+        unused = hooks.names_of(plan, found.unused) if any(found.unused.values()) else ()
+        self._progress.round_ends(has_failed=ended.has_failed, is_last=ended.is_last)
+        self._progress.unused.round_ends(unused, hooks.named_params, is_last=ended.is_last)
+        if not ended.has_failed:
+            hooks.arrived_before.clear()
+            self._progress.is_averaged()
+            current_plan.is_stale = True
+        ended.compiled.reducer.lost.round_ends()
+        if self._checks.numbers.is_on:
+            self._checks.numbers.round_ends(ended, plan)
+        if found.readings or found.taken:
+            taken = ""
+            if found.taken:
+                name, param = hooks.named_params[min(found.taken)]
+                taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
+            try:
+                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
+                if found.readings:
+                    require_changed_alike(current_plan, ended)
+            except UndertowError:
+                self._forget_window()
+                raise
+        if ended.has_failed:
+            self._forget_window()
+            return  # it has left the other ranks already
+        self._progress.gradients = Gradients.SOUND
+        if self._checks.every is not None or found.readings:
+            self._checks.round_was_sound(ended)
+        self._moves.round_was_sound(self._progress.num_forwards_before)
+
+    def _forget_window(self) -> None:
+        """Called when a round has failed.
+
+        On a device the other ranks read that a round later, and have counted this one.
+        """
+        tuning = self._current_plan.hooks.tuning
+        if tuning is not None:
+            tuning.forget_window()
+
+    def advance(self, ending: Round) -> None:
+        """Runs the next stage; an error ends the round."""
+        try:
+            stage, ending.stage = ending.stage, None
+            if stage is not None:  # otherwise a signal handler has run it
+                ending.stage = stage()
+                if ending.stage is None:
+                    self._close()
+        except BaseException:
+            if self.now is ending:
+                self._close()
+            raise
+
+    def finish(self) -> None:
+        """Waits for launched buckets and binds the gradients.
+
+        Raises the error that the ranks have agreed on.
+        """
+        ending = self.now
+        if ending is None or not ending.has_ended:
+            self.abandon()
+            return
+        # A signal handler may call this within a stage: then `stage` is None.
+        while self.now is ending and ending.stage is not None:
+            self.advance(ending)
+
+    def is_between(self) -> bool:
+        """Returns True if no round is under way.
+
+        Called in a backward: it gives up a round whose own backward is gone.
+        """
+        if self.now is not None and not self._end.is_coming:
+            if self.now.has_ended:
+                raise agreed_errors.not_waited_for(self._progress.num_rounds)
+            self._give_up(self.now)
+        return self.now is None
+
+    def _close(self) -> None:
+        self.now = None
+        self._end.forget()
+        arrivals = self._current_plan.hooks.arrivals
+        arrivals.on_full = no_round
+        arrivals.forget_backward()
+
+    def abandon(self) -> None:
+        """Ends a round that an exception in backward has left open, and waits for one that was
+        launched by hand."""
+        if self.now is None or private.graph_task_id() != -1:
+            return
+        if self.now.has_ended:
+            self.finish()
+        else:
+            self._give_up(self.now)
+
+    def _give_up(self, failed: Round) -> None:
+        """Ends a round whose backward failed: the other ranks wait for this rank's buckets, and
+        drop them.
+
+        Afterwards every `.grad` is as it is now: the user may have cleared it, or another backward
+        may have begun.
+        """
+        failed.has_failed = failed.kind is not RoundKind.ACCUMULATE
+        self._progress.gradients = Gradients.INCOMPLETE
+        params = self._current_plan.all_params()
+        with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
+            self.end_backward(failed)
+            self.finish()

@@ -1,0 +1,249 @@
+"""The engine's part when forwards run, optimizers step, scalers unscale, and states are loaded.
+
+An optimizer that holds a synchronized parameter must not step on gradients that are not
+synchronized yet, and a scaler that unscales before it steps must not read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import compress, repeat
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from undertow.config import SyncConfig
+from undertow.engine import agreed_errors
+from undertow.engine.checks import Arguments, after_closure
+from undertow.engine.engine import Engine
+from undertow.engine.hooks import is_outermost_forward
+from undertow.engine.progress import Accumulated, Gradients, params_of
+from undertow.engine.step_events import StepListener, has_closure
+from undertow.engine.step_settings import settings_of
+from undertow.errors import PhaseError
+from undertow.schedule import DDP
+from undertow.torch_private import private
+
+
+class EngineSteps(StepListener):
+    """Steps on the gradients of one engine: before one, gradients are averaged and checked."""
+
+    def __init__(self, engine: Engine, config: SyncConfig) -> None:
+        self._engine, self._current_plan = engine, engine.current_plan
+        self._strategy = config.strategy
+
+    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
+        if self._current_plan.is_active and is_outermost_forward():
+            self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
+
+    def forward_ends(self) -> None:
+        if not self._engine.is_closed and is_outermost_forward():
+            self._engine.forward_ends()
+
+    def step_begins(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        params = self._params_of(optimizer)
+        if params is None:
+            return None
+        self._require_stepper(optimizer)
+        engine, current_plan = self._engine, self._current_plan
+        is_closure_given = has_closure(args, kwargs)
+        if is_closure_given:
+            self.finish_before_step(params)
+        else:
+            self._synchronize(optimizer, params)
+        trained, names = current_plan.hooks.ids, current_plan.members.names
+        # A single rank has no other settings to compare with.
+        settings = settings_of(optimizer, trained, names) if current_plan.is_active else ()
+        engine.progress.optimizer_steps(
+            params,
+            settings,
+            of=trained,
+            has_closure=is_closure_given,
+            is_alone=engine.is_accumulating,
+        )
+        if current_plan.shards is not None:
+            return None  # a sharded optimizer asks for the rest itself, after its closure
+        changed: Arguments | None = None
+        if is_closure_given and current_plan.is_active:
+            # its backward is still to come
+            changed = args, kwargs = after_closure(
+                args, kwargs, lambda: self._average(optimizer, params)
+            )
+        numbers = engine.checks.numbers
+        return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
+
+    def unscaling_begins(self, optimizer: Optimizer) -> None:
+        params = self._params_of(optimizer)
+        if params is not None:
+            self._require_stepper(optimizer)
+            self._synchronize(optimizer, params)
+
+    def load_begins(self) -> None:
+        if self._current_plan.is_active:
+            self._engine.checks.loads.begins()
+
+    def finish_before_step(self, params: set[int], *, reader: str | None = None) -> None:
+        """Runs a round if one is owed before the optimizer `reader` steps on these parameters, by
+        id, or their gradients are read.
+
+        Not inside `accumulate()`, where no other rank communicates. Raises PhaseError inside a
+        backward.
+        """
+        engine, current_plan = self._engine, self._current_plan
+        progress = engine.progress
+        where = f"synchronization {progress.num_rounds}, rank {current_plan.group.name}"
+        if reader is not None:
+            where = f"{reader}, {where}"
+        if (engine.rounds.now is not None or progress.is_owed) and private.graph_task_id() != -1:
+            raise agreed_errors.step_within_backward(where)
+        if engine.rounds.now is not None:
+            engine.rounds.abandon()
+        is_up_to_date = progress.steps.are_due_for(params) and not current_plan.members.has_new_of(
+            params
+        )
+        if not is_up_to_date:
+            # the next backward may run without a forward that finds a change
+            current_plan.is_stale = True
+            current_plan.find_change()
+            current_plan.is_stale = True
+            # parameters that no forward has found
+            progress.is_owed |= current_plan.change is not None
+        is_needed = not (is_up_to_date and current_plan.has_result)
+        if progress.is_owed and is_needed and engine.synchronizes:
+            is_late = reader is not None and progress.accumulated is Accumulated.GRADIENTS
+            engine.run_outside_of_backward()
+            if is_late:
+                self._tell_of_late_average(where, follows_forward=True)
+        if engine.checks.sent:
+            engine.checks.require_alike()
+
+    def average_before_step(self, params: set[int], *, reader: str, is_sharded: bool) -> None:
+        """Averages gradients that were only accumulated, if the optimizer `reader` is about to use
+        the gradients of these parameters, by id.
+
+        Inside `accumulate()` a plain optimizer steps on this rank's own gradients; a sharded one
+        cannot. Raises PhaseError there, inside a backward, and inside `join()`.
+        """
+        engine, current_plan = self._engine, self._current_plan
+        progress = engine.progress
+        if not engine.meets or not self._has_own_gradients(params):
+            return
+        where = f"{reader}, synchronization {progress.num_rounds}, rank {current_plan.group.name}"
+        if engine.is_accumulating:
+            if is_sharded:
+                raise agreed_errors.step_in_accumulation(where)
+            return
+        if private.graph_task_id() != -1:
+            raise agreed_errors.step_within_backward(where)
+        if "join" in current_plan.group.borrowers:
+            raise agreed_errors.step_in_join(where)
+        follows_forward = progress.accumulated is not Accumulated.NOTHING
+        engine.siblings.owe_averages()
+        engine.run_outside_of_backward()
+        self._tell_of_late_average(where, follows_forward=follows_forward)
+
+    def finish_before_look(self, params: Iterable[Tensor], *, reader: str) -> None:
+        """Runs a synchronization before `reader` reads gradients of these parameters, if one is
+        owed, or if gradients were only accumulated and this is outside of `accumulate()`.
+
+        Other ranks may be in theirs.
+        """
+        ids = set(map(id, params))
+        if not self._engine.is_closed and self._current_plan.owns_any(ids):
+            self.finish_before_step(ids)
+            self.average_before_step(ids, reader=reader, is_sharded=False)
+
+    def _tell_of_late_average(self, where: str, *, follows_forward: bool) -> None:
+        """Warns once of a synchronization before a step, which nothing hides.
+
+        Called after it: a warning may be an error, and other ranks would wait.
+        """
+        progress = self._engine.progress
+        if not progress.has_told_of_average:
+            progress.has_told_of_average = True
+            agreed_errors.warn_of_late_average(where, follows_forward=follows_forward)
+
+    def _has_own_gradients(self, params: set[int]) -> bool:
+        """Returns True if other ranks, too, may wait to average gradients of these parameters.
+
+        Not if they have stepped on them inside `accumulate()`. A backward of the bare module counts
+        only if no synchronization has followed the last step: beside one it is this rank's own.
+        """
+        progress, current_plan = self._engine.progress, self._current_plan
+        if progress.gradients is Gradients.INCOMPLETE:
+            return False
+        if progress.accumulated is Accumulated.GRADIENTS:
+            return not params <= progress.stepped_alone
+        has_mean = progress.steps.are_due_for(params) and current_plan.has_result
+        if progress.accumulated is Accumulated.FORWARD:  # or for a look at the loss
+            return not has_mean and not params <= progress.stepped_alone
+        if progress.gradients is Gradients.SOUND or progress.steps.are_due_for(params):
+            return False
+        hooks = current_plan.hooks
+        return current_plan.has_result and not hooks.arrived_before.isdisjoint(
+            hooks.indices(params)
+        )
+
+    def require_sound_gradients(self, params: set[int], *, reader: str) -> None:
+        """Called when `reader` is about to use the gradients of these parameters, by id.
+
+        Raises PhaseError if they are incomplete, and warns if they are this rank's own because no
+        forward preceded the backward.
+        """
+        progress, hooks = self._engine.progress, self._current_plan.hooks
+        where = f"{reader}, rank {self._current_plan.group.name}"
+        if progress.gradients is Gradients.INCOMPLETE:
+            # Whatever `.grad` holds: on the rank whose backward failed it is None, cleared or not,
+            # if its bucket had left.
+            raise agreed_errors.step_after_failure(where)
+        if progress.gradients is Gradients.LOCAL and self._current_plan.has_result:
+            local = hooks.arrived_before & hooks.indices(params)
+            if local:
+                progress.gradients = Gradients.REPORTED
+                agreed_errors.warn_of_local_gradients(hooks.named_params[min(local)][0], where)
+
+    def _params_of(self, optimizer: Optimizer) -> set[int] | None:
+        """Returns the parameters of the optimizer, by id, or None if it has none of the model."""
+        # An optimizer over shards has other tensors: if it were asked about those, every model
+        # would search its parameters.
+        stepped = list(params_of(optimizer))
+        params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
+        if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
+            params |= self._current_plan.members.ids & set(map(id, stepped))
+        if self._engine.is_closed or not self._current_plan.owns_any(params):
+            return None
+        return params
+
+    def _require_stepper(self, optimizer: Optimizer) -> None:
+        """Raises PhaseError if another optimizer is to step the model."""
+        shards = self._current_plan.shards
+        if shards is not None:
+            shards.require_stepper(optimizer)
+        elif self._strategy not in (None, DDP.name):
+            raise PhaseError(
+                f"strategy={self._strategy!r} needs a sharded optimizer, and "
+                f"{type(optimizer).__name__} is not one.",
+                where="the first step of the optimizer",
+                remedy="Make it with "
+                f"undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, "
+                "model, ...).",
+            )
+
+    def _synchronize(self, optimizer: Optimizer, params: set[int]) -> None:
+        """Runs the synchronizations that are owed before the gradients of these parameters, by id,
+        are read."""
+        engine, reader = self._engine, type(optimizer).__name__
+        self.finish_before_step(params, reader=reader)
+        self._average(optimizer, params)
+        if engine.progress.gradients is not Gradients.SOUND:
+            self.require_sound_gradients(params, reader=reader)
+
+    def _average(self, optimizer: Optimizer, params: set[int]) -> None:
+        self.average_before_step(
+            params,
+            reader=type(optimizer).__name__,
+            is_sharded=self._current_plan.shards is not None,
+        )

@@ -1,0 +1,92 @@
+"""Compares parameters that must have equal bits on the ranks of all replicas."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from undertow.buckets.fingerprints import fingerprints
+from undertow.engine.checks import mismatch
+from undertow.engine.params import ModuleParams
+from undertow.ranks.handle import Handle
+from undertow.ranks.transport import OwnGroup
+
+_WRITES = (
+    "Look for what writes to global parameters on some ranks only; broadcast_parameters() makes "
+    "them equal again."
+)
+
+_WRITES_FROZEN = (
+    "Replicas never exchange frozen parameters: write the same values on every rank, as when "
+    "adapters are merged. broadcast_parameters() makes all parameters equal again."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A comparison of fingerprints on its way: one of each global parameter of a fragment, and one
+    of all frozen parameters, which may be others on each rank."""
+
+    names: list[str]
+    frozen: dict[str, Tensor]  # this rank's fingerprints
+    received: Handle
+
+
+class Comparisons:
+    """The comparisons on their way over `all_ranks`; `members` has the frozen parameters."""
+
+    def __init__(self, all_ranks: OwnGroup, members: ModuleParams) -> None:
+        self._all_ranks, self._members = all_ranks, members
+        self._on_their_way: deque[_Compared] = deque()
+
+    def start(self, values: Mapping[str, Tensor], known: set[int]) -> None:
+        """Starts a comparison of these global parameters, and of all parameters that are not
+        `known`, by id: they are in no fragment."""
+        device = self._all_ranks.device
+        frozen = {
+            name: param for name, param in self._members.named_params() if id(param) not in known
+        }
+        of_frozen = fingerprints(list(frozen.values()), device=device)
+        of_all = of_frozen.sum().view(1)
+        mine = torch.cat([fingerprints(list(values.values()), device=device), of_all])
+        what = "the comparison of all ranks' global parameters"
+        received = self._all_ranks.all_gather(mine, what)
+        by_name = dict(zip(frozen, of_frozen, strict=True))
+        self._on_their_way.append(_Compared(list(values), by_name, received))
+
+    def require_alike(self, step: int) -> None:
+        """Waits for the comparisons; raises ReplicaMismatch on every rank if global parameters
+        differ, or frozen ones."""
+        while self._on_their_way:
+            compared = self._on_their_way.popleft()
+            names = compared.names
+            of_ranks = compared.received.result().tolist()
+            differing = [
+                place
+                for place, values in enumerate(zip(*of_ranks, strict=True))
+                if len(set(values)) > 1
+            ]
+            if differing:
+                first = differing[0]
+                is_frozen = first == len(names)
+                kind = "frozen" if is_frozen else "global"
+                raise mismatch(
+                    self._first_frozen(compared.frozen) if is_frozen else names[first],
+                    {rank: values[first] for rank, values in enumerate(of_ranks)},
+                    where=f"{kind} parameters, step {step}",
+                    remedy=_WRITES_FROZEN if is_frozen else _WRITES,
+                )
+
+    def _first_frozen(self, frozen: Mapping[str, Tensor]) -> str:
+        """Returns the first frozen parameter that differs; every rank calls this."""
+        mine = {f"{int(value)} {name}" for name, value in frozen.items()}
+        of_ranks = [
+            set(text.splitlines()) for text in self._all_ranks.watch.ask("\n".join(mine)).values()
+        ]
+        differing = mine.union(*of_ranks) - mine.intersection(*of_ranks)
+        names = {line.partition(" ")[2] for line in differing}
+        return min(names or frozen, default="?")

@@ -1,0 +1,342 @@
+"""How the messages of an exchange travel: two carriers with the same methods.
+
+PostedMessages      sends and receives, all posted at once: for gloo
+BackendCollectives  all-to-all, all-gather and the backend's own sums: for all others
+
+An exchange is a chain of stages. A stage returns the messages to wait for, and the next stage; the
+carrier decides who waits: a thread of the host, or a stream. `exchanges` has the stages, which are
+the same for both.
+
+Reasons: docs/design/exchanges.md.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from undertow.plan.layout import round_up
+from undertow.ranks.handle import Handle, ThreadWork, Work
+from undertow.ranks.parcels import ALIGN_BYTES, Parcel, sum_in_order
+from undertow.ranks.transport import OwnGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The end of a stage: when the works are complete, the next one follows."""
+
+    works: Sequence[Work]
+    then: "ExchangeStage"
+    is_last: bool = True  # the next stage completes the exchange
+
+
+ExchangeStage: TypeAlias = Callable[[], Wait | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """Messages on their way to this rank, one from each rank."""
+
+    messages: Sequence[Tensor]
+    works: list[Work]
+    held: list[Tensor]  # memory to give back when the messages have been read
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """A message of each rank that goes to all ranks; the carrier sends `own` when it is written."""
+
+    own: Tensor  # memory for this rank's message
+    messages: Sequence[Tensor]  # as they arrive
+    works: list[Work] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)  # memory to give back afterwards
+    flat: Tensor | None = None  # all messages, if they lie side by side
+    sizes: Sequence[int] = ()  # their elements there
+    group: dist.ProcessGroup | None = None  # held until the messages have arrived
+
+
+class PostedMessages:
+    """Sends and receives. Two threads of the host post and complete them, each in order.
+
+    The thread that posts waits for no message over this group. Ranks may start gathers in different
+    orders, for example when they step two optimizers, and would wait for each other in a circle.
+    The thread that trains does not post, because it would wait for copies into the bucket, for
+    encoding, and for gloo's send. That copies into the socket, or blocks while gloo reads from that
+    peer.
+    """
+
+    reads_trailers = True  # an exchange may read its trailer before it sends the rest
+
+    def __init__(self, group: OwnGroup) -> None:
+        self.group = group
+        # Reused memory for messages: fresh memory costs a page fault for every 4 KiB.
+        self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._posting = group.worker("undertow-posts")
+        self._completing = group.worker("undertow-completes")
+
+    def start(self, first: ExchangeStage, behind: Handle | None = None) -> Handle:
+        """Starts an exchange with its first stage, when `behind` is complete."""
+        work = ThreadWork()
+        before = () if behind is None else (behind,)
+        self._posting.submit(self._advance, work, Wait(before, first))
+        return Handle(work, complete=self.group.complete)
+
+    def _advance(self, work: ThreadWork, wait: Wait) -> None:
+        """Waits, and runs the next stage."""
+        try:
+            with torch.no_grad():
+                _wait_for(wait.works)
+                further = wait.then()
+            if further is None:
+                work.set_result(None)
+            else:
+                self._completing.submit(self._advance, work, further)
+        except BaseException as error:
+            work.set_exception(error)
+
+    def group_to_hold(self) -> dist.ProcessGroup | None:
+        """Returns the process group, which a gather holds until its end.
+
+        After the last step, the user may destroy the groups before the other ranks' parts arrive.
+        """
+        return self.group.process_group
+
+    def sums_itself(self, parcel: Parcel) -> bool:
+        """Returns True if the backend adds up, in its own order."""
+        return False
+
+    def exchange(self, messages: Sequence[Tensor], tag: int) -> Arriving:
+        """Sends each rank its message, and receives one like this rank's own from each.
+
+        `tag` identifies the messages among those in flight.
+        """
+        group, own = self.group.process_group, messages[self.group.rank]
+        received = [own] * len(messages)
+        for peer in self.group.peers:
+            received[peer] = self.take(own.numel(), own.dtype)
+        works = self.group.receive(received, tag, group)
+        works += self.group.send(messages, tag, group)
+        return Arriving(received, works, [received[peer] for peer in self.group.peers])
+
+    def scatter(self, storage: Tensor, own: Tensor, parcel: Parcel, tag: int) -> Arriving:
+        """Sends each rank its part of `storage`, and receives the summands of this rank's part.
+
+        A backend that adds up itself may write their sum into `own`.
+        """
+        messages = parcel.messages(storage, self.take)
+        arriving = self.exchange(messages, tag)
+        if parcel.is_narrow:
+            arriving.held.extend(messages)
+        return arriving
+
+    def start_sum(self, tensor: Tensor, tag: int) -> Arriving:
+        """Starts to replace a tensor by its sum over ranks."""
+        return self.exchange([tensor] * self.group.num_ranks, tag)
+
+    def finish_sum(self, tensor: Tensor, arriving: Arriving) -> None:
+        """Completes the sum when its works are complete."""
+        tensor.copy_(sum_in_order(arriving.messages, into=torch.empty_like(tensor)))
+        self.give_back(arriving.held)
+
+    def expect(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        tag: int,
+        *,
+        into: Sequence[Tensor] | None = None,
+        over: dist.ProcessGroup | None = None,
+    ) -> Gathering:
+        """Prepares a gather of messages of these sizes; `into` may be used as memory for them.
+
+        A peer's message may be received into memory that this rank sends to it: it answers only
+        after it has received that.
+        """
+        taken = [] if into is not None else [self.take(size, dtype) for size in sizes]
+        messages = taken if into is None else into
+        works = self.group.receive(messages, tag, over or self.group.process_group)
+        return Gathering(messages[self.group.rank], messages, works, taken, group=over)
+
+    def expect_parts(
+        self, flat: Tensor, parts: Sequence[range], tag: int, *, over: dist.ProcessGroup | None
+    ) -> Gathering:
+        """Prepares to gather the parts of a tensor that has this rank's own."""
+        sizes = list(map(len, parts))
+        messages = torch.split(flat[: parts[-1].stop], sizes)
+        return self.expect(sizes, flat.dtype, tag, into=messages, over=over)
+
+    def send_to_all(self, gathering: Gathering, tag: int) -> None:
+        """Sends this rank's message of a gather."""
+        messages = [gathering.own] * self.group.num_ranks
+        group = gathering.group or self.group.process_group
+        gathering.works.extend(self.group.send(messages, tag, group))
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns memory for a message."""
+        # Another thread may have taken the last one.
+        with contextlib.suppress(KeyError, IndexError):
+            return self.free[numel, dtype].pop()
+        return torch.empty(numel, dtype=dtype)
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        """Gives back memory that is not used after the present operators."""
+        for tensor in tensors:
+            self.free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+    def release(self) -> None:
+        """Frees the memory that is kept for later messages."""
+        self.free.clear()
+
+    def close(self) -> None:
+        """Ends the threads after their last tasks."""
+        self._posting.shutdown()
+        self._completing.shutdown()
+
+
+class BackendCollectives:
+    """The backend's collectives. With `in_order`, or in a format, each rank adds its part itself.
+
+    An exchange that waits in its middle has two halves. A side stream waits there, so that backward
+    does not:
+
+    caller   encode ──┐
+    side              │              ┌── add up, encode own ──┐
+    backend           └─ all-to-all ─┘                        └─ all-gather ─┐
+    waiter                                                                   └── decode
+
+    Each bend is a wait of one stream for another. At a launch, the backend waits for the current
+    stream; in `work.wait()`, the current stream waits for the backend. A stream that waits for the
+    all-gather has therefore waited for the side stream too, and no other event is needed.
+
+    Without a reference to a tensor, the stream that allocated it may write there at once. So each
+    tensor is held until a stream has waited for its last use, and then kept for that stream:
+
+    tensor     allocated by   written by   read by   kept for
+    sent       caller         caller       backend   side
+    received   caller         backend      side      side
+    own        caller         side         backend   waiter
+    flat       caller         backend      waiter    waiter
+    """
+
+    reads_trailers = False  # the host would have to wait
+
+    def __init__(self, group: OwnGroup, *, in_order: bool) -> None:
+        self.group = group
+        self._in_order = in_order
+        # Waits for collectives that others follow; neither the caller's stream nor the host does.
+        self._side = group.hardware.new_stream()
+
+    @torch.no_grad()
+    def start(self, first: ExchangeStage, behind: Handle | None = None) -> Handle:
+        wait = first() if behind is None else self._aside(Wait((behind,), first))
+        while wait is not None and not wait.is_last:
+            wait = self._aside(wait)
+        assert wait is not None  # an exchange has a last wait
+        return Handle(*wait.works, finish=wait.then)
+
+    def _aside(self, wait: Wait) -> Wait | None:
+        """Has the side stream wait and run the next stage."""
+        with self.group.hardware.use(self._side):
+            _wait_for(wait.works)
+            return wait.then()
+
+    def group_to_hold(self) -> dist.ProcessGroup | None:
+        """Returns None: the works hold it."""
+        return None
+
+    def sums_itself(self, parcel: Parcel) -> bool:
+        return not (parcel.is_narrow or self._in_order)
+
+    def exchange(self, messages: Sequence[Tensor], tag: int) -> Arriving:
+        num_ranks, rank = len(messages), self.group.rank
+        rooms = _rooms([message.numel() for message in messages])
+        sent = messages[0].new_zeros(sum(rooms))
+        for place, message in zip(torch.split(sent, rooms), messages, strict=True):
+            place[: message.numel()].copy_(message)
+        received = sent.new_empty(num_ranks, rooms[rank])
+        own_rooms = [rooms[rank]] * num_ranks
+        work = self.group.exchange(received.view(-1), sent, own_rooms, rooms)
+        arrived = [row[: messages[rank].numel()] for row in received]
+        return Arriving(arrived, [work], [received, sent])
+
+    def scatter(self, storage: Tensor, own: Tensor, parcel: Parcel, tag: int) -> Arriving:
+        if not self.sums_itself(parcel) or len(set(map(len, parcel.parts))) > 1:
+            return self.exchange(parcel.messages(storage, self.take), tag)
+        values = storage[: parcel.parts[-1].stop]
+        part = own if own.dtype == values.dtype else torch.empty_like(own, dtype=values.dtype)
+        work = self.group.scatter_sum(part, values)
+        return Arriving([part], [work], [part, values])
+
+    def start_sum(self, tensor: Tensor, tag: int) -> Arriving:
+        return Arriving([], list(self.group.all_reduce_async(tensor).works), [])
+
+    def finish_sum(self, tensor: Tensor, arriving: Arriving) -> None:
+        """Does nothing: the backend has written the sum."""
+
+    def expect(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        tag: int,
+        *,
+        into: Sequence[Tensor] | None = None,
+        over: dist.ProcessGroup | None = None,
+    ) -> Gathering:
+        rooms, rank = _rooms(sizes), self.group.rank
+        own = self.take(rooms[rank], dtype).zero_()
+        flat = self.take(sum(rooms), dtype)
+        messages = [room[:size] for room, size in zip(torch.split(flat, rooms), sizes, strict=True)]
+        return Gathering(own, messages, held=[flat], flat=flat, sizes=rooms)
+
+    def expect_parts(
+        self, flat: Tensor, parts: Sequence[range], tag: int, *, over: dist.ProcessGroup | None
+    ) -> Gathering:
+        part = parts[self.group.rank]
+        own, sizes = flat[part.start : part.stop], list(map(len, parts))
+        return Gathering(own, [], flat=flat[: parts[-1].stop], sizes=sizes)
+
+    def send_to_all(self, gathering: Gathering, tag: int) -> None:
+        sent, sizes, flat = gathering.own, list(gathering.sizes), gathering.flat
+        assert flat is not None  # `expect` and `expect_parts` give one
+        if len(set(sizes)) == 1:
+            work = self.group.gather_parts(flat, sent)
+        else:
+            own_sizes = [sent.numel()] * len(sizes)
+            sent = sent.repeat(len(sizes))
+            work = self.group.exchange(flat, sent, sizes, own_sizes)
+        gathering.works.append(work)
+        gathering.held.append(sent)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.group.device)
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.group.hardware.keep(tensor)
+
+    def release(self) -> None:
+        """Does nothing: no memory is kept."""
+
+    def close(self) -> None:
+        """Does nothing: it has no threads."""
+
+
+Carrier = PostedMessages | BackendCollectives
+
+
+def _wait_for(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _rooms(sizes: Sequence[int]) -> list[int]:
+    """Returns the room of messages side by side: each begins at a multiple of that many elements,
+    so that bytes can be viewed in any dtype.
+
+    Every room has elements: in a matrix with zero columns, the second row would begin outside.
+    """
+    return [round_up(max(1, size), ALIGN_BYTES) for size in sizes]

@@ -1,0 +1,139 @@
+"""A message in flight, to wait for.
+
+Handle      wait for it, poll it, or await it
+ThreadWork  work that a thread of the host does, as a backend's work
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from operator import methodcaller
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from undertow.ranks.threads import Worker
+
+Work: TypeAlias = Any  # a dist.Work (torch's signatures add None), or a similar object
+Task = Callable[[], Any]
+
+_wait = methodcaller("wait")
+
+
+class Handle:
+    """A message in flight, and the function that follows it. Wait for it, poll it, or await it.
+
+    `complete` waits for one work and raises if it failed. `finish` is called once, by the first
+    wait, and holds the inputs of the works. A backend releases them as soon as any stream, such as
+    a clock's, waits for a work; a stream that has not waited could then overwrite the memory.
+
+    Later waits do nothing, so a message has arrived only for the stream of the first wait. With
+    `record`, of a device, every stream that waits follows it, as a handle of user code may need.
+    """
+
+    def __init__(
+        self,
+        *works: Work,
+        complete: Callable[[Work], object] = _wait,
+        finish: Callable[[], object] | None = None,
+        result: Tensor | None = None,
+        record: Callable[[], torch.Event] | None = None,
+    ) -> None:
+        self.works = works
+        self.is_found_complete = False  # set after the first wait or successful poll
+        self._is_waited = False
+        self._complete = complete
+        self._finish = finish
+        self._result = result
+        self._record = record
+        self._arrived: torch.Event | None = None  # the end of the first wait
+
+    @classmethod
+    def in_thread(cls, call: Task, thread: Worker, *, complete: Callable[[Work], object]) -> Handle:
+        """Calls `call` in a thread."""
+        work = ThreadWork()
+        thread.submit(work.run, call)
+        return cls(work, complete=complete)
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Handle:
+        """Returns a handle whose waits raise `error`."""
+        work = ThreadWork()
+        work.set_exception(error)
+        return cls(work)
+
+    def wait(self) -> None:
+        """Waits until the work is complete (on a device: makes the current stream wait).
+
+        Raises the backend's error if it failed or timed out.
+        """
+        if self._is_waited:
+            if self._arrived is not None:
+                self._arrived.wait()
+            return
+        for work in self.works:
+            self._complete(work)
+        finish = self._finish
+        if finish is not None:
+            with torch.no_grad():
+                finish()
+        if self._record is not None:
+            self._arrived = self._record()
+        self._finish = None  # only now, because another thread or a signal handler may wait too
+        self._is_waited = True
+        self.is_found_complete = True
+
+    def result(self) -> Tensor:
+        """Waits for the tensor that the message brings, and returns it."""
+        self.wait()
+        assert self._result is not None  # OwnGroup.all_gather and broadcast bring one
+        return self._result
+
+    def block_stream(self) -> None:
+        """Makes the current stream wait for the work, not the host; `wait` is still needed."""
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        self.is_found_complete = self._is_waited or all(work.is_completed() for work in self.works)
+        return self.is_found_complete
+
+    def on_done(self, callback: Callable[[object], object]) -> None:
+        """Calls `callback` when the last work is complete, from another thread or right away."""
+        self.works[-1].get_future().add_done_callback(callback)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        self.on_done(lambda _: loop.call_soon_threadsafe(arrived.set))
+        yield from arrived.wait().__await__()
+        self.wait()
+
+
+class ThreadWork(Future[Any]):
+    """Work that threads of the host do, with the methods of a dist.Work."""
+
+    is_completed = Future.done
+
+    def run(self, call: Task) -> None:
+        """Calls `call`; its result, or its error, is the work's."""
+        try:
+            with torch.no_grad():
+                result = call()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Waits for the end; raises the error of a stage, or RuntimeError after `limit`."""
+        if limit is not None and not wait([self], timeout=limit.total_seconds()).done:
+            raise RuntimeError("the work has not ended within the time limit.")
+        self.result()
+
+    def get_future(self) -> Future[Any]:
+        return self

@@ -1,0 +1,138 @@
+"""The `.grad` of a bucket's parameters under a sharded optimizer: placeholders over this rank's
+shard.
+
+.grad   None ── autograd ──> gradient ── pack ──> None ── reduce-scatter ──> placeholder (part)
+
+placeholder ── zero_grad ──> None
+placeholder ── autograd adds ──> .added ── pack, reduce-scatter ──> part += new
+
+Reasons: docs/design/sharded-optimizer.md.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from undertow.buckets.gradients import WholeGradients, has_values
+from undertow.buckets.memory import BucketMemory, Copy
+from undertow.ranks.exchanges import accumulation_dtype
+from undertow.sharded.params import ShardPart
+from undertow.sharded.placeholder import GradientPlaceholder
+
+_grad_of = attrgetter("grad")
+
+
+class ShardedGradients:
+    """Gradients whose reduced values are a shard; `parts` has a placeholder for each parameter and
+    its part of the shard.
+
+    Gradients that are not reduced yet are whole, in the memory of the bucket.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        memory: BucketMemory,
+        parts: Sequence[tuple[GradientPlaceholder, ShardPart]],
+        *,
+        shard_numel: int,
+    ) -> None:
+        self.memory = memory
+        dtype = accumulation_dtype(memory.flat.dtype)
+        self.shard = torch.zeros(shard_numel, dtype=dtype, device=memory.flat.device)
+        self.earlier: Collection[int] = ()
+        # Copies of packed gradients into the bucket, for another thread, so that backward
+        # continues.
+        self.copies: list[Copy] = []
+        self._params = params
+        self._parts = parts
+        for placeholder, part in parts:
+            placeholder.part = part.of_shard(self.shard)
+        self._whole = WholeGradients(params, memory)
+        self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
+        self._keeps_shard = False  # its values must stay until `bind`
+        self._reduced = self.shard
+
+    def arrived(self) -> Iterable[Tensor | None]:
+        for grad in map(_grad_of, self._params):
+            yield grad.added if isinstance(grad, GradientPlaceholder) else grad
+
+    def pack(self, not_arrived: Collection[int], *, is_discarded: bool = False) -> list[int]:
+        self._before = {}
+        earlier: set[int] = set()
+        for position, param in enumerate(self._params):
+            grad = param.grad
+            if isinstance(grad, GradientPlaceholder):
+                self._before[position] = grad
+                param.grad, grad.added = grad.added, None
+                if not grad.is_cleared:
+                    earlier.add(position)
+        self.earlier = earlier
+        self._keeps_shard = is_discarded or bool(earlier)
+        self.copies = []
+        self._whole.kept = self.memory.pack(self._params, not_arrived, later=self.copies)
+        return list(self._whole.kept)
+
+    def room(self) -> Tensor:
+        """Returns memory for the reduced values: the shard, unless its present values must stay."""
+        self._reduced = torch.empty_like(self.shard) if self._keeps_shard else self.shard
+        return self._reduced
+
+    def values(self) -> Sequence[Tensor]:
+        return (self._reduced,)
+
+    @torch.no_grad()
+    def bind(self, used_elsewhere: Collection[int]) -> None:
+        """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
+        reduced, self._reduced = self._reduced, self.shard
+        unused, self._whole.kept = self._whole.kept, {}
+        for position, (placeholder, part) in enumerate(self._parts):
+            if position in unused and position not in used_elsewhere:
+                self._params[position].grad = self._before.get(position, unused[position])
+                continue
+            if reduced is not self.shard:
+                own = part.of_shard(self.shard)
+                write = own.add_ if position in self.earlier else own.copy_
+                write(part.of_shard(reduced))
+            placeholder.bind_to(self._params[position])
+        self._before = {}
+        if unused:
+            self.note_known()
+
+    @torch.no_grad()
+    def bind_local(self) -> None:
+        self.memory.copy_in(self.copies)
+        self._whole.bind(())
+        for position, placeholder in self._before.items():
+            param = self._params[position]
+            param.grad, placeholder.added = placeholder, param.grad
+
+    def note_known(self) -> None:
+        self._whole.note_known()
+
+    def is_written(self, position: int) -> bool:
+        grad = self._params[position].grad
+        if isinstance(grad, GradientPlaceholder):
+            return grad.added is not None and has_values(grad.added)
+        return self._whole.is_written(position)
+
+    def has_result(self) -> bool:
+        grads = map(_grad_of, self._params)
+        return any(grad is not None and not _is_dropped(grad) for grad in grads)
+
+    def late_values(self, late: Mapping[int, Tensor]) -> Sequence[Tensor]:
+        return self._whole.late_values(late)
+
+    def add_late(self, values: Sequence[Tensor]) -> None:
+        for param, (placeholder, part) in zip(self._params, self._parts, strict=True):
+            own = part.of_shard(self.shard)
+            if not isinstance(param.grad, GradientPlaceholder):
+                placeholder.bind_to(param)
+                own.zero_()
+            own.add_(part.of_bucket(values[0]))
+
+
+def _is_dropped(grad: Tensor) -> bool:
+    return isinstance(grad, GradientPlaceholder) and grad.is_cleared and grad.added is None

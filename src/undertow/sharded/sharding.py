@@ -1,0 +1,302 @@
+"""This rank's shards of the parameters and gradients of a plan.
+
+Reasons: docs/design/sharded-optimizer.md.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from undertow.buckets.bucket import Layout, LiveBucket, Shared
+from undertow.buckets.memory import BucketMemory, strides_of_gradient
+from undertow.buckets.recorder import Recorder
+from undertow.config import refused
+from undertow.errors import ConfigError, PhaseError, require
+from undertow.plan import Bucket, Plan
+from undertow.ranks.exchanges import accumulation_dtype
+from undertow.schedule import Strategy
+from undertow.sharded.gathers import Gathers
+from undertow.sharded.gradients import ShardedGradients
+from undertow.sharded.groups import ShardGroups
+from undertow.sharded.params import FlatParams, ShardPart, in_memory_order
+from undertow.sharded.placeholder import GradientPlaceholder
+from undertow.sharded.reduce_scatter import ReduceScatter
+from undertow.torch_private import private
+
+_grad_of = attrgetter("grad")
+
+
+class Sharding(Layout):
+    """This rank's shards of `plan` over `params`, which move into memory of the buckets.
+
+    `flats` is the memory of each bucket, and `parts` has this rank's part of each parameter, which
+    may be empty.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        strategy: Strategy,
+        groups: ShardGroups,
+        recorder: Recorder,
+    ) -> None:
+        _require_shardable(plan, params)
+        super().__init__(groups.shard.group)  # the ranks with the other shards of this replica
+        self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
+        self.exchanges = groups.axes
+        # Fixed now, when all ranks have the same: the order of elements in a bucket.
+        self.strides = [strides_of_gradient(param) for param in params]
+        self.flats = [
+            FlatParams(
+                bucket,
+                [params[index] for index in bucket.params],
+                rank=self.group.rank,
+                num_ranks=plan.num_ranks,
+                num_shards=self.group.num_ranks,
+                param_wire=groups.param_wire,
+            )
+            for bucket in plan.buckets
+        ]
+        self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
+        for flat in self.flats:
+            self.parts.update(zip(flat.params, flat.parts, strict=True))
+        self._gradients: list[ShardedGradients] = []  # of each bucket; a single rank has none
+        # by the number of their optimizer
+        self.buckets_of: defaultdict[int, list[int]] = defaultdict(list)
+        for bucket in plan.buckets:
+            self.buckets_of[bucket.stepper].append(bucket.index)
+        self._placeholders = [
+            GradientPlaceholder(param, name=spec.name, group=self.group)
+            for spec, param in zip(plan.params, params, strict=True)
+        ]
+        shards = [groups.shards_of(bucket) for bucket in plan.buckets]
+        self.gathers = Gathers(self.flats, shards, groups.shard, recorder)
+
+    def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
+        buckets = [self._sharded_bucket(spec, shared) for spec in self.plan.buckets]
+        self._gradients = [gradients for _, gradients in buckets]
+        return [bucket for bucket, _ in buckets]
+
+    def _sharded_bucket(self, spec: Bucket, shared: Shared) -> tuple[LiveBucket, ShardedGradients]:
+        params = shared.params_of(spec)
+        placeholders = [self._placeholders[index] for index in spec.params]
+        gradients = ShardedGradients(
+            params,
+            BucketMemory(spec, params),
+            tuple(zip(placeholders, self.flats[spec.index].parts, strict=True)),
+            shard_numel=self.groups.shard_numel(spec),
+        )
+        transfer = ReduceScatter(spec, self.plan, gradients, shared.reducer, self.groups)
+        return LiveBucket(spec, shared, gradients, transfer), gradients
+
+    def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
+        """Called before gradients move to another plan.
+
+        Raises PhaseError if ranks have shards of one of them.
+        """
+        for name, param in named_params:
+            grad = param.grad
+            if not isinstance(grad, GradientPlaceholder):
+                continue
+            require(
+                grad.is_cleared,
+                "the parameters have changed while sharded gradients are held.",
+                where=f"parameter {name!r}, rank {self.groups.rank}",
+                remedy="Call zero_grad() before parameters are frozen, unfrozen, added or "
+                "replaced.",
+                error=PhaseError,
+            )
+            param.grad = grad.added
+            if grad.added is None:
+                param.grad = torch.zeros_like(param, dtype=private.gradient_dtype(param))
+
+    def wait_for_parameters(self) -> None:
+        if self.gathers.in_flight:
+            self.gathers.wait_for_all()
+
+    def follow_parameters(self, stepper: int | None = None) -> None:
+        """Waits for the parameters of an optimizer, and takes over values written into them from
+        outside since the last step. None means all optimizers."""
+        buckets = range(len(self.flats)) if stepper is None else self.buckets_of[stepper]
+        if self.gathers.in_flight:
+            self.gathers.wait(buckets)
+        for bucket in buckets:
+            self.flats[bucket].follow()
+
+    @torch.no_grad()
+    def adopt_gradients(self, own: Collection[int] = ()) -> None:
+        """Replaces whole gradients by placeholders; a single rank keeps them.
+
+        Gradients are the same on every rank, except for the parameters in `own`, by id: their
+        gradients are this rank's own, and the next synchronization reduces them.
+        """
+        if not self._gradients:
+            return
+        for index, grad in enumerate(map(_grad_of, self.params)):
+            if grad is None or isinstance(grad, GradientPlaceholder):
+                continue
+            param, placeholder = self.params[index], self._placeholders[index]
+            part = self.parts[param]
+            if id(param) in own:
+                placeholder.bind_to(param)
+                placeholder.is_cleared, placeholder.added = True, grad
+                continue
+            values = in_memory_order(self.group.hardware.keep(grad), self.strides[index])
+            placeholder.part.copy_(values[part.start : part.stop])
+            placeholder.bind_to(param)
+
+    @torch.no_grad()
+    def move_gradients(self, to: "Sharding") -> None:
+        """Moves gradients in shards to another layout of the same parameters, with the same bits.
+
+        A collective call.
+        """
+        for bucket in self.plan.buckets:
+            held: dict[int, GradientPlaceholder] = {}
+            whole: dict[int, Tensor] = {}  # [param.numel()] of the wide dtype
+            for slot in bucket.slots:
+                grad = self.params[slot.param].grad
+                if isinstance(grad, GradientPlaceholder):
+                    held[slot.param] = grad
+                    if not grad.is_cleared:
+                        whole[slot.param] = grad.part.new_empty(slot.stop - slot.start)
+            if whole:
+                # kept, because nothing holds this layout any more
+                own = self.group.hardware.keep(self._gradients[bucket.index].shard)
+                self.gather_whole(bucket, own, whole)
+            for index, grad in held.items():
+                to._take_gradient(index, grad, whole.get(index), self.strides[index])
+
+    def _take_gradient(
+        self,
+        index: int,
+        grad: GradientPlaceholder,
+        whole: Tensor | None,
+        strides: tuple[int, ...],
+    ) -> None:
+        """Takes over a gradient from another layout, with its mean, in memory of these strides."""
+        param, placeholder = self.params[index], self._placeholders[index]
+        placeholder.bind_to(param)
+        placeholder.added, placeholder.is_cleared = grad.added, grad.is_cleared
+        if whole is not None:
+            part = self.parts[param]
+            values = in_memory_order(whole.as_strided(param.shape, strides), self.strides[index])
+            placeholder.part.copy_(values[part.start : part.stop])
+
+    def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the mean gradient of this rank's part of each parameter, or None. [part.numel] of
+        the wide dtype"""
+        found: list[Tensor | None] = []
+        for param in params:
+            grad = param.grad
+            if isinstance(grad, GradientPlaceholder):
+                grad = torch.zeros_like(grad.part) if grad.is_cleared else grad.part
+            elif grad is not None:  # on a single rank
+                grad = in_memory_order(grad, self.strides[self.parts[param].param])
+                grad = grad.to(accumulation_dtype(grad.dtype))
+            found.append(grad)
+        return found
+
+    def require_synchronized(self, params: Sequence[Tensor]) -> None:
+        """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on
+        any rank's part.
+
+        Also raises it if a parameter has a gradient but no part in the layout, because it was
+        frozen when gradients were synchronized.
+        """
+        for param in params:
+            grad = param.grad
+            if isinstance(grad, GradientPlaceholder):
+                if grad.added is None:
+                    continue
+                raise PhaseError(
+                    "the optimizer steps on gradients that were accumulated and not synchronized.",
+                    where=f"parameter {grad.param_name!r}, rank {self.groups.rank}",
+                    remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+                )
+            if grad is not None and param.requires_grad and param not in self.parts:
+                raise PhaseError(
+                    "the optimizer steps on a gradient that is not synchronized: its parameter "
+                    "was frozen in the meantime.",
+                    where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
+                    remedy="Freeze and unfreeze parameters between a step and its next forward, "
+                    "or call zero_grad() then.",
+                )
+
+    def drop_gradients(self) -> None:
+        for param in self.params:
+            if isinstance(param.grad, GradientPlaceholder):
+                param.grad = None
+
+    @property
+    def holds_shards(self) -> bool:
+        return any(
+            isinstance(param.grad, GradientPlaceholder) and not param.grad.is_cleared
+            for param in self.params
+        )
+
+    def full_gradient(self, param: Tensor) -> Tensor | None:
+        """Returns the mean gradient of a parameter, of its shape, or None if it has none.
+
+        A collective call.
+        """
+        grad = param.grad
+        if not isinstance(grad, GradientPlaceholder):
+            return grad
+        part = self.parts[param]
+        wide = accumulation_dtype(param.dtype)
+        whole = torch.zeros(param.numel(), dtype=wide, device=param.device)
+        if not grad.is_cleared:
+            bucket = self.plan.buckets[part.bucket]
+            own = self._gradients[bucket.index].shard
+            self.gather_whole(bucket, own, {part.param: whole})
+        return whole.as_strided(param.shape, self.strides[part.param]).to(grad.dtype)
+
+    def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
+        """Writes all ranks' shards of data in that bucket's layout into whole tensors.
+
+        A collective call. `own` is this rank's shard. `into` has elements in memory order, by
+        parameter.
+        """
+        shards = self.groups.shards_of(bucket)
+        part = shards[self.group.rank]
+        flat = own.new_empty(shards[-1].stop)
+        flat[part.start : part.stop].copy_(own)
+        if self.group.num_ranks > 1:
+            number = len(self.plan.buckets) + bucket.index
+            handle = self.groups.shard.all_gather(flat, shards, number=number)
+            what = f"the shards of bucket {bucket.index}"
+            self.group.makes_call(what)
+            with self.group.waiting(what):
+                handle.wait()
+        for slot in bucket.slots:
+            if slot.param in into:
+                into[slot.param].copy_(flat[slot.start : slot.stop])
+
+
+def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
+    for bucket in plan.buckets:
+        if bucket.is_sparse:
+            name = plan.params[bucket.slots[0].param].name
+            raise refused("shards", "sparse", where=f"ShardedOptimizer, parameter {name!r}")
+    # Of two parameters that share memory, each would be updated as if it were alone.
+    places = sorted(
+        (param.data_ptr(), param.nbytes, index)
+        for index, param in enumerate(params)
+        if param.nbytes
+    )
+    for (start, num_bytes, first), (following, _, second) in pairwise(places):
+        if following < start + num_bytes:
+            names = " and ".join(repr(plan.params[index].name) for index in sorted((first, second)))
+            raise ConfigError(
+                f"parameters {names} lie in the same memory: a sharded optimizer would update "
+                "each by itself.",
+                where="ShardedOptimizer",
+                remedy="Make them one parameter (second.weight = first.weight), or use a plain "
+                "optimizer.",
+            )
