@@ -25,14 +25,14 @@ PURE = [
     "undertow.shown",
     "undertow.errors",
     "undertow.config",
-    "undertow.cost",
+    "undertow.lab.cost",
     "undertow.plan",
     "undertow.schedule",
     "undertow.trace",
-    "undertow.profile",
-    "undertow.simulate",
+    "undertow.lab.profile",
+    "undertow.lab.simulate",
     "undertow.tune",
-    "undertow.report",
+    "undertow.lab.report",
 ]
 
 
@@ -61,7 +61,7 @@ def test_the_pure_half_does_not_import_torch() -> None:
 def test_a_command_does_not_import_torch(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     check = """
 import sys
-from undertow.cli import main
+from undertow.lab.cli import main
 try:
     main()
 except SystemExit as ended:

@@ -20,7 +20,7 @@ from support.project import DOCS, ROOT, SOURCES
 from support.ranks import Ranks
 from support.warm import python
 from undertow import UndertowError
-from undertow.profile import FIELDS, PARAM_FIELDS, profile_from_file, profile_from_json
+from undertow.lab.profile import FIELDS, PARAM_FIELDS, profile_from_file, profile_from_json
 
 RANKS = {"two ranks": "two_ranks", "three ranks": "three_ranks", "four ranks": "four_ranks"}
 FAILS, SCRIPT, BEFORE = "two ranks, fails", "script", "before"
@@ -214,7 +214,7 @@ def test_every_field_of_a_profile_has_a_row(section: str, fields: tuple[str, ...
 # The reference of docs/reference has every public name, and every one has something to say.
 
 
-MODULES = ["undertow", "undertow.plan", "undertow.cost", "undertow.profile", "undertow.simulate", "undertow.trace"]
+MODULES = ["undertow", "undertow.plan", "undertow.lab.cost", "undertow.lab.profile", "undertow.lab.simulate", "undertow.trace"]
 SHOWN = [
     name
     for page in sorted((ROOT / "docs" / "reference").glob("*.md"))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from undertow.shown import Shown, cell, narrow_table, with_experts
 from undertow.trace.bucket_report import BucketReport, bucket_table
-from undertow.trace.files import write_whole
 from undertow.trace.outer_report import OuterReport
 from undertow.trace.record import Event
+from undertow.whole_file import write_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

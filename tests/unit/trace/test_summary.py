@@ -17,9 +17,19 @@ from hypothesis import strategies as st
 from support.errors import refusal
 from support.records import GATHERS, record, report, row
 from support.strategies import spec
-from undertow.cost import curve_from_samples
+from undertow.lab.cost import curve_from_samples
+from undertow.lab.samples import Transfer, cost_samples
 from undertow.plan import plan_from_groups
-from undertow.trace import Event, Overlap, StepReport, Trace, Transfer, cost_samples, limit_us, overlap_of, summarize, union_us
+from undertow.trace import (
+    Event,
+    Overlap,
+    StepReport,
+    Trace,
+    limit_us,
+    overlap_of,
+    summarize,
+    union_us,
+)
 from undertow.trace.record import wires_of
 
 LATE = (record().buckets[0], row(1, 60_000, 99_000, (60_000, 99_000)))
