@@ -29,6 +29,8 @@ PURE = [
     "undertow.plan",
     "undertow.schedule",
     "undertow.trace",
+    "undertow.lab.measured",
+    "undertow.lab.planning",
     "undertow.lab.profile",
     "undertow.lab.simulate",
     "undertow.tune",
@@ -97,8 +99,8 @@ METHODS = {"allreduce", "allgather", "alltoall", "recv_anysource", "monitored_ba
 COMMUNICATE = {
     "ranks/transport.py",
     "torch_private/private.py",  # `new_group`, which the transport calls; a probe of a rank, and the end of a broken group
-    "emulation/link.py",  # a backend below the transport
-    "demo/rank.py",  # a script as a user writes it, with plain torch beside the library
+    "lab/emulation/link.py",  # a backend below the transport
+    "lab/demo/rank.py",  # a script as a user writes it, with plain torch beside the library
 }
 
 

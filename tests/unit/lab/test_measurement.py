@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from support.strategies import spec
-from undertow.lab.measurement import Measurement, array_of_records, measurement_from_array
+from undertow.lab.measurement import Measurement, measurement_of
 from undertow.plan import plan_from_groups
 from undertow.trace import BucketRecord, StepRecord
+from undertow.trace.measured import MeasuredSteps, array_of_records
 
 PLAN = plan_from_groups([spec(name, 1000) for name in ("stem", "body", "head")], [(2, 1), (0,)], num_ranks=2)
 # Reductions are as large as the planner thinks of them, gathers as large as they are.
@@ -51,7 +52,7 @@ def with_gathers(*, waited_us: float = 30.0) -> StepRecord:
 
 def measured(*ranks: Sequence[StepRecord], num_steps: int = 1) -> list[Measurement | None]:
     latest = np.maximum.reduce([array_of_records(records, PLAN, num_steps=num_steps) for records in ranks])
-    return [measurement_from_array(latest, records, PLAN) for records in ranks]
+    return [measurement_of(MeasuredSteps(PLAN, tuple(records), latest)) for records in ranks]
 
 
 STEP, GATHERED = step(), with_gathers()
@@ -157,7 +158,7 @@ def test_samples_of_buckets_with_owners_have_the_bytes_of_equal_parts() -> None:
     """Of two parameters each rank owns one; the third one's owner has all of its bucket, twice the mean."""
     whole = plan_from_groups([replace(spec, is_whole=True) for spec in PLAN.params], PLAN.groups, num_ranks=2)
     latest = array_of_records([GATHERED], whole, num_steps=1)
-    samples = measurement_from_array(latest, [GATHERED], whole).samples
+    samples = measurement_of(MeasuredSteps(whole, (GATHERED,), latest)).samples
     large, small = (bucket.wire_bytes for bucket in whole.buckets)
     assert {size for size, _ in samples["all_gather"]} == {8000.0, 2 * 4000.0}
     assert {size for size, _ in samples["reduce_scatter"]} == {large, 2 * small}
