@@ -1,10 +1,20 @@
-"""Writes a file of which no half remains."""
+"""Files for users: a folder that must exist, and a file of which no half remains."""
 
 import gzip
 import os
 from pathlib import Path
 
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, require
+
+
+def require_folder(folder: Path, *, where: str) -> None:
+    """Raises ConfigError if there is no such folder."""
+    require(
+        folder.is_dir(),
+        f"the folder '{folder}' does not exist.",
+        where=where,
+        remedy="Name the folder into which the run has written.",
+    )
 
 
 def write_whole(path: str | Path, content: bytes, *, where: str) -> None:

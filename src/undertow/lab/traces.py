@@ -29,7 +29,7 @@ from typing import Any
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
 from undertow.trace.record import CODING, COMPUTE, Event, StepRecord, wires_of
-from undertow.whole_file import write_whole
+from undertow.whole_file import require_folder, write_whole
 
 Json = dict[str, Any]
 
@@ -190,6 +190,7 @@ def merge(folder: Path, out: Path) -> str:
     cannot be read, if they are of different runs, or if OUT cannot be written.
     """
     where = f"undertow trace {folder}"
+    require_folder(folder, where=where)
     traces: list[tuple[Path, Json]] = []
     for path in sorted(folder.rglob("*.json*")):
         if path.name.endswith(_ENDS) and _may_be_trace(path):

@@ -259,6 +259,12 @@ def plan(  # noqa: PLR0913  # one argument per option
         bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON only.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", help="Write the plan as JSON into this file too.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     what_if = WhatIf.of(
         profile_from_file(profile),
@@ -270,7 +276,7 @@ def plan(  # noqa: PLR0913  # one argument per option
         wire=wire,
         param_wire=param_wire,
     )
-    show_plan(what_if, bucket_cap_mb=bucket_cap_mb, has_schedule=schedule, is_json=json)
+    show_plan(what_if, bucket_cap_mb=bucket_cap_mb, has_schedule=schedule, is_json=json, out=out)
 
 
 @app.command(

@@ -1,5 +1,7 @@
 """Implements `undertow plan`; does not import torch."""
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 
@@ -10,6 +12,7 @@ from undertow.plan import Plan, plan_in_order
 from undertow.schedule import lower_data_parallel
 from undertow.shown import print_line, table_of
 from undertow.tune import formats_text
+from undertow.whole_file import write_whole
 
 _COLUMNS = {
     "bucket": ("bucket", "d"),
@@ -21,12 +24,19 @@ _COLUMNS = {
 
 
 def show_plan(
-    what_if: WhatIf, *, bucket_cap_mb: float | None, has_schedule: bool, is_json: bool
+    what_if: WhatIf,
+    *,
+    bucket_cap_mb: float | None,
+    has_schedule: bool,
+    is_json: bool,
+    out: Path | None = None,
 ) -> None:
     """Prints the buckets of a profile, the plans that they were chosen from unless there is a
-    `bucket_cap_mb`, and with `has_schedule` the ops of a step; or the plan as JSON.
+    `bucket_cap_mb`, and with `has_schedule` the ops of a step; or the plan as JSON. Writes the plan
+    into the file `out` too.
 
-    Raises ConfigError for a network without costs, and for an impossible size.
+    Raises ConfigError for a network without costs, an impossible size, and a file that cannot be
+    written.
     """
     profile = what_if.profile
     chosen = what_if.strategy
@@ -41,6 +51,8 @@ def show_plan(
             has_shards=chosen.gather is not None,
         )
         plan = what_if.in_formats(sized.groups)
+    if out is not None:
+        write_whole(out, f"{plan.to_json()}\n".encode(), where=f"undertow plan -o {out}")
     if is_json:
         print(plan.to_json())
         return
@@ -54,6 +66,8 @@ def show_plan(
         print_line(console, "The fastest plans of each number of buckets, predicted:")
         for candidate in what_if.choice.candidates:
             print_line(console, f"  {_candidate_text(candidate, plan)}")
+    if out is not None:
+        print_line(console, f"The plan is in {out}: SyncConfig(plan='{out}') trains with it.")
     if has_schedule:
         schedule = lower_data_parallel(len(plan.buckets), chosen)
         # Unformatted, so that a copy of this text parses.

@@ -21,7 +21,7 @@ from undertow.lab.profile import Profile, profile_from_file
 from undertow.lab.report.what_if import WhatIf
 from undertow.schedule import strategy_named
 from undertow.trace import StepReport, overlap_of
-from undertow.whole_file import write_whole
+from undertow.whole_file import require_folder, write_whole
 
 _RATES = ("1gbit", "2.5gbit", "10gbit", "25gbit", "100gbit", "400gbit")
 _NAME = re.compile(r"report-rank(\d+)(-\d+)?\.json")
@@ -117,6 +117,7 @@ def _reports_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
         if match := _NAME.fullmatch(path.name):
             models[match[2] or ""][match[1]] = path
     where = f"undertow report {folder}"
+    require_folder(folder, where=where)
     require(models, f"report-rank0.json is missing in {folder}.", where=where, remedy=_RUN_AGAIN)
     found = {
         suffix: [_report(paths[rank]) for rank in sorted(paths, key=int)]
