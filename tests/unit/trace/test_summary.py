@@ -187,7 +187,7 @@ def six(**changes: Any) -> StepReport:
         (
             # Rank 0 waits 2 % of its step, and rank 1 40 ms for it.
             six(step_us=2e5, busy_ms=(65.0, 25.0), buckets=(row(0, 30_000, 64_000, (60_000, 64_000)),)),
-            "This rank waits for no other, but another waits 40.0 ms in this step for rank 0, the slowest: look at its input "
+            "This rank waits for no other, but another waits 40.0 ms for rank 0, the slowest in this step: look at its input "
             "pipeline, at the length of its batches, and at what else runs on its machine.",
         ),
         (
