@@ -146,9 +146,10 @@ class StepReport(Shown):
         is_hidden = self.verdict in ("excellent", "good")
         if is_hidden and self._held_up_ms > _VERDICTS["good"] * self.step_ms:
             return (
-                f"This rank waits for no other, but another waits {self._held_up_ms:.1f} ms for rank "
-                f"{self.rank}, the slowest in this step: look at its input pipeline, at the length of "
-                "its batches, and at what else runs on its machine."
+                "This rank waits for no other, but another waits "
+                f"{self._held_up_ms:.1f} ms for rank {self.rank}, the slowest in this step: look "
+                "at its input pipeline, at the length of its batches, and at what else runs on its "
+                "machine."
             )
         if is_hidden:
             share = self.exposed_ms / self.step_ms
