@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 AT = ROOT / "out" / "oldest"
 TESTS = [
-    "tests/unit/report",  # rich
-    "tests/unit/cli",  # typer, matplotlib
+    "tests/unit/lab/report",  # rich
+    "tests/unit/lab/cli",  # typer, matplotlib
     "tests/unit/torch_private/test_private.py",
     "tests/dist/test_gradients.py",
     "tests/dist/test_buffers.py",

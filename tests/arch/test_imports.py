@@ -24,6 +24,8 @@ PURE = [
     "undertow.foreign",
     "undertow.shown",
     "undertow.errors",
+    "undertow.wire",
+    "undertow.whole_file",
     "undertow.config",
     "undertow.lab.cost",
     "undertow.plan",
@@ -35,6 +37,7 @@ PURE = [
     "undertow.lab.simulate",
     "undertow.tune",
     "undertow.lab.report",
+    "undertow.lab.traces",
 ]
 
 

@@ -306,7 +306,7 @@ class BackendCollectives:
 
     def send_to_all(self, gathering: Gathering, tag: int) -> None:
         sent, sizes, flat = gathering.own, list(gathering.sizes), gathering.flat
-        assert flat is not None  # `expect` and `expect_parts` give one
+        assert flat is not None  # `prepare` and `prepare_parts` give one
         if len(set(sizes)) == 1:
             work = self.group.gather_parts(flat, sent)
         else:

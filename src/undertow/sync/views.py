@@ -1,6 +1,6 @@
 """The views of the lab on what a model has recorded, loaded when a user asks for one.
 
-The only module of the core that names the lab. Training runs without the folder `undertow/lab`.
+The only module of the core that loads the lab. Training runs without the folder `undertow/lab`.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ class StepReport(Shown):
         """One sentence.
 
         The first cause that explains most of the exposed time, and what to do about it. Only a
-        step with the verdict poor has one: a cause is worth at least 5 % of it then. If others wait
-        for this rank, that is said: they have a poor step.
+        step with the verdict poor has one: a cause is worth at least 5 % of it then. If another
+        rank waits longer for this one, in a poor step of its own, that is said first.
         """
         if self.num_steps == 0 and self.outer is not None:
             return "Within a step this replica, a single rank, sends nothing."
@@ -143,15 +143,9 @@ class StepReport(Shown):
             return "Nothing is sent, so nothing is waited for: all gradients stay where they are."
         if self.num_steps < _FEWEST_STEPS:
             return f"Too few steps to judge: {self.num_steps} under this plan. Ask again after ten."
-        is_hidden = self.verdict in ("excellent", "good")
-        if is_hidden and self._held_up_ms > _VERDICTS["good"] * self.step_ms:
-            return (
-                "This rank waits for no other, but another waits "
-                f"{self._held_up_ms:.1f} ms for rank {self.rank}, the slowest in this step: look "
-                "at its input pipeline, at the length of its batches, and at what else runs on its "
-                "machine."
-            )
-        if is_hidden:
+        if held_up := _held_up(self):
+            return held_up
+        if self.verdict in ("excellent", "good"):
             share = self.exposed_ms / self.step_ms
             return (
                 f"Well hidden: the step waits for communication in {share:z.1%} of its time. "
@@ -163,13 +157,6 @@ class StepReport(Shown):
                 f"and waits below {_LEAST_MS:.0f} ms depend on what else the processors do."
             )
         return next(filter(None, (cause(self) for cause in _CAUSES)))
-
-    @property
-    def _held_up_ms(self) -> float:
-        """How long the fastest rank waits for this one; 0 if another is the slowest."""
-        if self.slowest_rank != self.rank:
-            return 0.0
-        return max(self.busy_ms) - min(self.busy_ms)
 
     def scalars(self) -> dict[str, float]:
         """Returns the figures by name, for a logger such as TensorBoard; docs/scalars.md has
@@ -235,6 +222,23 @@ _LEAST_MS = 1.0
 _MOST = 0.5
 _LEAST_WORTH = 0.05  # of the step: what another plan has to save before it is advised
 _LEAST_ZEROED = 0.01  # share of values, to be shown
+
+
+def _held_up(report: StepReport) -> str:
+    """The advice if another rank waits for this one, in a poor step, longer than this one waits.
+
+    Times of computing include waits for parameters, which are no reason to wait for this rank.
+    """
+    if report.slowest_rank != report.rank:
+        return ""
+    waited_ms = max(report.busy_ms) - min(report.busy_ms) - report.gather_exposed_ms
+    if waited_ms <= max(report.exposed_ms, _VERDICTS["good"] * report.step_ms):
+        return ""
+    return (
+        f"Another rank waits {waited_ms:.1f} ms for rank {report.rank}, the slowest in this step: "
+        "look at its input pipeline, at the length of its batches, and at what else runs on its "
+        "machine."
+    )
 
 
 def _late_rank(report: StepReport) -> str:

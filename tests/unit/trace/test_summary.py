@@ -187,13 +187,26 @@ def six(**changes: Any) -> StepReport:
         (
             # Rank 0 waits 2 % of its step, and rank 1 40 ms for it.
             six(step_us=2e5, busy_ms=(65.0, 25.0), buckets=(row(0, 30_000, 64_000, (60_000, 64_000)),)),
-            "This rank waits for no other, but another waits 40.0 ms for rank 0, the slowest in this step: look at its input "
-            "pipeline, at the length of its batches, and at what else runs on its machine.",
+            "Another rank waits 40.0 ms for rank 0, the slowest in this step: look at its input pipeline, at the length of its "
+            "batches, and at what else runs on its machine.",
         ),
         (
             # The same, where it is less than a tenth of the step.
             six(step_us=2e5, busy_ms=(65.0, 46.0), buckets=(row(0, 30_000, 64_000, (60_000, 64_000)),)),
             "Well hidden: the step waits for communication in 2.0% of its time. There is nothing to do.",
+        ),
+        (
+            # The step of rank 0 is poor too, but the other one's is worse.
+            six(busy_ms=(90.0, 65.0)),
+            "Another rank waits 25.0 ms for rank 0, the slowest in this step: look at its input pipeline, at the length of its "
+            "batches, and at what else runs on its machine.",
+        ),
+        (
+            # 5 of the 25 ms are this rank's own wait for parameters, and the rest is no longer than its exposed time.
+            six(busy_ms=(90.0, 65.0), gathers=GATHERS),
+            "Gradients leave as soon as these buckets are full, and the last of 2, with stem, is full when backward ends: "
+            'explain() gives the reasons for these buckets, or set wire="int8" (or "auto") and param_wire="int8" to send fewer '
+            "bytes (docs/slow-networks.md).",
         ),
         (
             six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700),
@@ -263,6 +276,8 @@ def six(**changes: Any) -> StepReport:
             "good, and a rank is late",
             "others wait for this rank",
             "others wait little",
+            "others wait longer than this rank",
+            "a wait for parameters holds nobody up",
             "too small",
             "a late rank",
             "processors",

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from undertow.config import SyncConfig
+from undertow.errors import require
 from undertow.lab.planning import Candidate
 from undertow.lab.report.what_if import WhatIf
 from undertow.plan import Plan, plan_in_order
@@ -52,6 +53,12 @@ def show_plan(
         )
         plan = what_if.in_formats(sized.groups)
     if out is not None:
+        require(
+            out.suffix != ".gz",
+            f"a plan is plain text, and '{out}' would be compressed.",
+            where=f"undertow plan -o {out}",
+            remedy="Name a file such as plan.json.",
+        )
         write_whole(out, f"{plan.to_json()}\n".encode(), where=f"undertow plan -o {out}")
     if is_json:
         print(plan.to_json())

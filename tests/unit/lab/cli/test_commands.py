@@ -107,6 +107,25 @@ def test_a_missing_typer_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+def test_a_plan_is_written_and_settings_read_it(undertow: Undertow, folder: Path) -> None:
+    profile = ROOT / "examples" / "profiles" / "gpt2.json"
+    code, text, _ = undertow(f"plan {profile} --link 25gbit -o plan.json")
+    assert (code, text.splitlines()[-1]) == (0, "The plan is in plan.json: SyncConfig(plan='plan.json') trains with it.")
+    assert library.SyncConfig(plan=folder / "plan.json").plan == undertow(f"plan {profile} --link 25gbit --json").out
+    code, _, error = undertow(f"plan {profile} --link 25gbit -o plan.json.gz")
+    assert (code, error.splitlines()[0]) == (2, "Error: a plan is plain text, and 'plan.json.gz' would be compressed.")
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_a_folder_that_does_not_exist_is_named(command: str, undertow: Undertow) -> None:
+    assert undertow(f"{command} nowhere") == (
+        2,
+        "",
+        f"Error: the folder 'nowhere' does not exist.\n  undertow {command} nowhere\n"
+        "  Name the folder into which the run has written.\n",
+    )
+
+
 @pytest.mark.parametrize(("options", "golden"), [("", "data_parallel_3_buckets"), ("--strategy zero1", "zero1_3_buckets")])
 def test_options_choose_the_schedule(options: str, golden: str, undertow: Undertow) -> None:
     equal = replace(SMALL, params=tuple(spec(name, MIB) for name in "abc"), ready_us=(3.0, 2.0, 1.0))
