@@ -25,7 +25,7 @@ from undertow.device import device_of
 from undertow.errors import PhaseError
 from undertow.ranks import patience
 from undertow.ranks.faults import Activity, raised
-from undertow.ranks.group import Abilities, GroupRef
+from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
 from undertow.ranks.guard import meet, over_users, watch_over
 from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.threads import Worker
@@ -94,6 +94,8 @@ class OwnGroup:
     @cached_property
     def can(self) -> Abilities:
         """The abilities of the backend."""
+        if self.rank == 0:
+            tell_of_unknown(self.backend)
         return self.user.abilities_for(self.device)
 
     @property
@@ -128,7 +130,7 @@ class OwnGroup:
         Gloo connects in a separate thread. If a rank is gone, that thread would wait forever, and
         it is abandoned.
         """
-        if self.backend != "gloo":
+        if family_of(self.backend) != "gloo":
             return self._clone()
         made = ThreadWork()
         thread = self.worker("undertow-connects")
