@@ -4,6 +4,7 @@ every rank."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -20,8 +22,10 @@ from undertow.config import SyncConfig, refused
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.round import Round, RoundKind
 from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
+from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.plan import Plan
 from undertow.ranks import faults
+from undertow.ranks.agreement import gather_json
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
@@ -84,9 +88,11 @@ class NonFinite:
     It acts at the optimizer's step, because a GradScaler makes gradients overflow on purpose and
     does not step on them. `find_alone` checks there the gradients that no synchronization has seen.
     `fails_others` makes the ranks that do not hold these experts raise too, at their next wait.
+    `agree` returns the finding of any rank of a mesh: each has other parts of the gradients.
     """
 
     fails_others: Callable[[faults.Fault], object] | None = None
+    agree: Callable[[Finding | None], Finding | None] | None = None
 
     def __init__(
         self,
@@ -127,6 +133,8 @@ class NonFinite:
         if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
             return False
         finding = self._finding or self._find_alone()
+        if self.agree is not None:
+            finding = self.agree(finding)
         if finding is None:
             return False
         is_counted = self._finding is not None and self._is_judged
@@ -272,7 +280,8 @@ def has_bits(param: Tensor) -> bool:
     uninitialized ones.
     """
     is_dense = param.layout is torch.strided and not param.is_meta
-    return type(param) is nn.Parameter and is_dense
+    is_part = local_tensor(param) is not param
+    return (type(param) is nn.Parameter or is_part) and is_dense
 
 
 class Checks:
@@ -290,6 +299,8 @@ class Checks:
             rank=group.rank,
             find_alone=partial(_found_alone, current_plan),
         )
+        if group.everyone is not group:
+            self.numbers.agree = partial(_found_by_any, group.everyone)
         # Synchronizations between two comparisons of parameters; None if there is nothing to
         # compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
@@ -327,7 +338,7 @@ class Checks:
             dtype=torch.int64,
             device=group.device,
         )
-        values = fingerprints(list(params.values()), device=group.device)
+        values = fingerprints(local_tensors(params.values()), device=group.device)
         received = group.all_gather(
             torch.cat((mine, values)), "the comparison of all ranks' parameters"
         )
@@ -369,6 +380,18 @@ class Checks:
         )
 
 
+def _found_by_any(everyone: OwnGroup, finding: Finding | None) -> Finding | None:
+    """Returns the finding of the first rank that has one, on every rank; a collective call."""
+    what = "whether all ranks' gradients are finite"
+    is_found = torch.tensor(float(finding is not None), device=everyone.device)
+    everyone.all_reduce(is_found, what, dist.ReduceOp.MAX).wait()
+    if not is_found:
+        return None
+    mine = None if finding is None else dataclasses.asdict(finding)
+    found = next(each for each in gather_json(everyone, mine, waits_for=what) if each is not None)
+    return Finding(tuple(found["params"]), tuple(found["ranks"]), found["where"])
+
+
 def _found_alone(current_plan: CurrentPlan) -> Finding | None:
     """Checks the gradients of a single rank, which has no rounds. A function.
 
@@ -377,7 +400,7 @@ def _found_alone(current_plan: CurrentPlan) -> Finding | None:
     if current_plan.is_active:
         return None
     grads = {
-        name: param.grad
+        name: local_tensor(param.grad)
         for name, param in current_plan.hooks.named_params
         if param.grad is not None
     }
