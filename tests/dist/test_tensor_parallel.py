@@ -1,21 +1,29 @@
 """Data parallelism of models that torch's parallelize_module has distributed over another axis, on 2 x 2 ranks."""
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims as Dims
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from support.errors import text_of
+from support.levels import some
 from support.ranks import in_ranks
+from support.sharded import mesh_of
 from support.tensor_parallel import (
     GPT,
     gpt,
@@ -30,12 +38,14 @@ from support.tensor_parallel import (
 )
 from undertow import (
     ConfigError,
+    Desync,
     DistributedDataParallel,
     NonFiniteGradient,
     Outer,
     PlanMismatch,
     ShardedOptimizer,
     SyncConfig,
+    WrongType,
     attach,
 )
 
@@ -112,7 +122,7 @@ def micro_batch(net: nn.Module, kind: str, batch: Tensor, replica: int) -> None:
         bare.blocks[0].mlp.up.requires_grad_(True)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3), most=2))
 @ON_A_MESH
 def test_drawn_programs_have_the_gradients_of_a_mean_by_hand(seed: int) -> None:
     with on_mesh() as (mesh, model, bare):
@@ -229,6 +239,110 @@ def _poison() -> float:
     return torch.inf if dist.get_rank() == 3 else 1.0
 
 
+class TwoNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.is_turned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.b, self.a) if self.is_turned else (self.a, self.b)
+        return (first(x) + second(x)).to_local().square().sum()
+
+
+@ON_A_MESH
+def test_partial_gradients_in_different_orders_are_an_error_on_every_rank() -> None:
+    with mesh_of_four() as mesh:
+        net = parallelize_module(TwoNorms(), mesh["tp"], {"a": SequenceParallel(), "b": SequenceParallel()})
+        model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 3, 8)).backward()
+        optimizer.step()
+        net.is_turned = dist.get_rank() == 3
+        model(torch.ones(2, 3, 8)).backward()
+        text = text_of(Desync, optimizer.step)
+        assert text.startswith("gradients have arrived in different orders on ranks of a tensor-parallel axis")
+        assert "\n  rank 2: 'b." in text
+        assert "\n  rank 3: 'a." in text
+        model.close()
+
+
+@ON_A_MESH
+def test_plain_tensors_with_a_process_group_train_as_megatron_s_do() -> None:
+    """Each rank of a tensor axis has other parts, and nothing tells the library of it."""
+    with mesh_of_four() as mesh:
+        torch.manual_seed(mesh["tp"].get_local_rank())
+        model = DistributedDataParallel(nn.Linear(4, 2), process_group=mesh["dp"].get_group())
+        bare = copy.deepcopy(model.module)
+        for net in (model, bare):
+            net(torch.full((1, 4), 1.0 + dist.get_rank())).square().sum().backward()
+        mean_by_hand(bare, mesh["dp"].get_group())
+        require_same_parts(model.module, bare)
+        model.close()
+
+
+def ranks_of(model: Any) -> list[int]:
+    return dist.get_process_group_ranks(model.process_group)
+
+
+@ON_A_MESH
+def test_data_parallel_dimensions_are_named_as_torch_names_them() -> None:
+    with mesh_of(2, 2, 1, names=("a", "b", "tp")) as mesh:
+        rank, own = dist.get_rank(), {}
+        for name, dims in {"a": Dims(replicate="a"), "b": Dims(shard="b"), "a, b": Dims(replicate=("a", "b"))}.items():
+            sync = attach(nn.Linear(2, 1), device_mesh=mesh, dp_mesh_dims=dims)
+            own[name] = ranks_of(sync)
+            sync.close()
+        assert own == {"a": [rank % 2, 2 + rank % 2], "b": [rank // 2 * 2, rank // 2 * 2 + 1], "a, b": [0, 1, 2, 3]}
+        values = {}
+        for how in ({"device_mesh": mesh["a", "b"]}, {"device_mesh": mesh, "dp_mesh_dims": Dims(replicate="a", shard="b")}):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(nn.Linear(2, 1), config=SyncConfig(strategy="hybrid"), **how)
+            optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=1.0)
+            model(torch.full((1, 2), float(rank))).sum().backward()
+            optimizer.step()
+            values[len(how)] = model.module.weight.detach().clone()
+            assert torch.equal(values[len(how)], values[1])
+            model.close()
+        torch.manual_seed(0)
+        assert torch.equal(values[2], nn.Linear(2, 1).weight - 1.5)  # the mean of 0 to 3
+
+
+@ON_A_MESH
+def test_a_model_is_wrapped_over_the_whole_mesh_by_names() -> None:
+    with mesh_of_four() as mesh:
+        model = DistributedDataParallel(gpt(mesh), device_mesh=mesh, dp_mesh_dims=Dims(replicate="dp"))
+        assert ranks_of(model) == [dist.get_rank() % 2, 2 + dist.get_rank() % 2]
+        bare = gpt(mesh)
+        for net in (model, bare):
+            net(tokens(0, mesh["dp"].get_local_rank())).backward()
+        mean_by_hand(bare, mesh["dp"].get_group())
+        require_same_parts(model.module, bare)
+        model.close()
+
+
+@ON_A_MESH
+def test_a_checkpoint_of_torch_takes_the_model_and_its_optimizer(tmp_path: Path) -> None:
+    with on_mesh() as (mesh, model, other):
+        replica, trained = mesh["dp"].get_local_rank(), adamw(model)
+        for step in range(2):
+            model(tokens(step, replica)).backward()
+            trained.step()
+            trained.zero_grad()
+        names, states = get_state_dict(model.module, trained)
+        checkpoint.save({"model": names, "optimizer": states}, checkpoint_id=tmp_path)
+        resumed = adamw(other)
+        found = dict(zip(("model", "optimizer"), get_state_dict(other, resumed), strict=True))
+        checkpoint.load(found, checkpoint_id=tmp_path)
+        set_state_dict(other, resumed, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        second = DistributedDataParallel(other, device_mesh=mesh["dp"])
+        for net, optimizer in ((model, trained), (second, resumed)):
+            net(tokens(5, replica)).backward()
+            optimizer.step()
+        require_same_parts(model.module, other)
+        second.close()
+
+
 def rank_3(value: Any, other: Any) -> Any:
     return other if dist.get_rank() == 3 else value
 
@@ -291,6 +405,27 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[Exce
     "axis": (wrong_axis, ConfigError, "the mesh axis 'tp' is not a data-parallel axis: ranks "),
     "no axis": (no_axis, ConfigError, 'Give the data-parallel axis of the mesh, such as device_mesh=mesh["dp"], and'),
     "whole mesh": (whole_mesh, ConfigError, "the mesh axis 'tp' is not a data-parallel axis: ranks "),
+    "dims": (
+        lambda mesh: lambda: attach(gpt(mesh), device_mesh=mesh, dp_mesh_dims=Dims(replicate="tp")),
+        ConfigError,
+        "the mesh axis 'tp' is not a data-parallel axis: ranks ",
+    ),
+    "name": (
+        lambda mesh: lambda: attach(gpt(mesh), device_mesh=mesh, dp_mesh_dims=Dims(replicate="pd")),
+        ConfigError,
+        "the mesh has no dimension 'pd'.\n  dp_mesh_dims\n  Known: dp, tp.",
+    ),
+    "no mesh": (lambda _: lambda: attach(gpt(), dp_mesh_dims=Dims(replicate="dp")), ConfigError, "and no mesh is given."),
+    "two of one kind": (
+        lambda mesh: lambda: attach(gpt(), device_mesh=mesh["dp", "tp"], dp_mesh_dims=Dims(replicate=("dp", "tp"), shard="dp")),
+        ConfigError,
+        "dp_mesh_dims has several dimensions of one kind, and one of the other",
+    ),
+    "no dims": (
+        lambda mesh: lambda: attach(gpt(mesh), device_mesh=mesh, dp_mesh_dims="dp"),
+        WrongType,
+        "dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims, got str.",
+    ),
     "late": (parallelized_late, ConfigError, "the model was parallelized after it was wrapped: parameter 'embedding.weight'"),
     "fully_shard": (fully_sharded, ConfigError, "the model is managed by torch's fully_shard or replicate"),
     "outer": (with_outer, ConfigError, "outer synchronization does not work with parameters that are DTensors."),
@@ -298,7 +433,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[Exce
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", some(REFUSED, most=5))
 @ON_A_MESH
 def test_each_mistake_is_the_same_error_on_every_rank(what: str) -> None:
     """Also on those of the other place, which would hang in the next collective of the tensor axis."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,13 @@ from undertow.buckets.finite import not_finite
 from undertow.config import SyncConfig, refused
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.round import Round, RoundKind
-from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
+from undertow.errors import (
+    Desync,
+    NonFiniteGradient,
+    ReplicaMismatch,
+    UndertowError,
+    listed,
+)
 from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.plan import Plan
 from undertow.ranks import faults
@@ -43,10 +50,11 @@ _WRITES = (
     "Look for what writes to parameters, or steps, on some ranks only; "
     "broadcast_parameters() makes them equal again."
 )
+_NUM_FIRST_ORDERS, _ORDERS_EVERY = 3, 100  # synchronizations, on a device
+_ORDERS = "the comparison of the orders of redistributed gradients"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# Synchronization, names of parameters, and for each rank whether it counts, whether it has loaded,
-# and its fingerprints.
-_Sent = tuple[int, Sequence[str], Handle]
+# Waits for a comparison, and returns its error.
+_Sent = Callable[[], UndertowError | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,13 +307,14 @@ class Checks:
             rank=group.rank,
             find_alone=partial(_found_alone, current_plan),
         )
-        if group.everyone is not group:
+        if group.everyone is not group:  # a mesh with other axes
             self.numbers.agree = partial(_found_by_any, group.everyone)
         # Synchronizations between two comparisons of parameters; None if there is nothing to
         # compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
         self.loads = Loads(group)
         self._current_plan = current_plan
+        self.is_on_mesh = group.everyone is not group
         self.sent: list[_Sent] = []  # comparisons in flight
 
     def are_compared(self, number: int) -> bool:
@@ -326,6 +335,10 @@ class Checks:
         if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
             self.sent.append(self._send(ended))
             self.loads.settle(ended.terms.number)
+        if self.is_on_mesh and self._current_plan.placements.axis:
+            order = self._current_plan.placements.take_order()
+            if self._are_orders_compared(ended.terms.number):
+                self.sent.append(self._send_order(order, ended.terms.number))
 
     @torch.no_grad()
     def _send(self, ended: Round) -> _Sent:
@@ -342,15 +355,31 @@ class Checks:
         received = group.all_gather(
             torch.cat((mine, values)), "the comparison of all ranks' parameters"
         )
-        return ended.terms.number, list(params), received
+        return partial(self._difference, ended.terms.number, list(params), received)
+
+    def _are_orders_compared(self, number: int) -> bool:
+        """Returns True if ranks compare the orders of redistributed gradients after this
+        synchronization: on a device rarely, because the host waits for the result."""
+        is_host = self._current_plan.group.hardware.is_host
+        return is_host or number < _NUM_FIRST_ORDERS or number % _ORDERS_EVERY == 0
+
+    def _send_order(self, order: Sequence[str], number: int) -> _Sent:
+        """Starts to compare the order of the gradients that are redistributed over another axis."""
+        axis, everyone = self._current_plan.placements.axis, self._current_plan.group.everyone
+        told = [digest_of_names(order), digest_of_names(map(str, axis))]
+        received = everyone.all_gather(
+            torch.tensor(told, dtype=torch.int64, device=everyone.device), _ORDERS
+        )
+        return partial(_other_order, everyone, order, received, number)
 
     def require_alike(self) -> None:
-        """Waits for compared parameters; raises ReplicaMismatch, on every rank, if they differ.
+        """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ, and
+        Desync if ranks of a tensor-parallel axis redistribute gradients in different orders.
 
         Does nothing inside a backward, where ranks may wait for each other in different models.
         """
         while self.sent and private.graph_task_id() == -1:
-            error = self._difference(*self.sent.pop(0))
+            error = self.sent.pop(0)()
             if error is not None:
                 raise error
 
@@ -378,6 +407,37 @@ class Checks:
             "differ",
             remedy=_LOADS if loaded else _WRITES,
         )
+
+
+def digest_of_names(names: Iterable[str]) -> int:
+    """Returns a number that is the same in all processes."""
+    return zlib.crc32("\n".join(names).encode())
+
+
+def _other_order(
+    everyone: OwnGroup, order: Sequence[str], received: Handle, number: int
+) -> Desync | None:
+    """Returns the error if gradients have arrived in different orders on ranks of one axis: the
+    same on every rank of the mesh."""
+    rows = received.result().tolist()
+    orders: dict[int, set[int]] = defaultdict(set)
+    for of_order, of_axis in rows:
+        orders[of_axis].add(of_order)
+    unlike = [axis for axis, found in orders.items() if len(found) > 1]
+    if not unlike:
+        return None
+    described = gather_json(everyone, order, waits_for=_ORDERS)
+    listed_by_rank = "".join(
+        f"\n  rank {rank}: {', '.join(map(repr, described[rank])) or 'none'}"
+        for rank, (_, axis) in enumerate(rows)
+        if axis == unlike[0]
+    )
+    return Desync(
+        "gradients have arrived in different orders on ranks of a tensor-parallel axis: partial "
+        "sums among them are mixed up.",
+        where=f"synchronization {number}{listed_by_rank}",
+        remedy="Run the same layers in the same order on these ranks, with the same batch.",
+    )
 
 
 def _found_by_any(everyone: OwnGroup, finding: Finding | None) -> Finding | None:

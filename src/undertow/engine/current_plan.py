@@ -100,7 +100,7 @@ class CurrentPlan:
         self.is_stale = False  # the next `find_change` compares the module's parameters
         # parameters of the plan, by id, that the last forward has found frozen or gone
         self._left: frozenset[int] = frozenset()
-        self._placements = KeptPlacements(group.waiting)
+        self.placements = KeptPlacements(group.waiting)
         self.compiled: CompiledPlan
         self.hooks: ParamHooks
         self.is_active: bool
@@ -202,7 +202,7 @@ class CurrentPlan:
             param.requires_grad for _, param in named_params
         )
         if self.is_active:
-            self._placements.follow(present)
+            self.placements.follow(present)
             hooks.watch([param for _, param in present], may_have_arrived=not begins_forward)
         self._apply_factor()
 
@@ -290,7 +290,7 @@ class CurrentPlan:
         self._leaving.pop(self, None)
         self.compiled.reducer.close()
         self.hooks.close()
-        self._placements.follow(())
+        self.placements.follow(())
         self._factor.follow(())
 
     def use_hook(self, hook: CommHook, *, is_in_round: bool) -> None:
@@ -413,7 +413,7 @@ class CurrentPlan:
         if compiled.reducer.is_active:
             _ = compiled.buckets  # too large ones fail here instead of in the first backward
             # before the hooks by which a gradient counts as arrived
-            self._placements.follow(self.members.named_params())
+            self.placements.follow(self.members.named_params())
             hooks.start()
             hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
             if params and self.group.num_ranks > 1:

@@ -3,6 +3,8 @@
 mesh ("dp", "tp")    data axis of rank 0       others of rank 0      everyone
 0 1                  0, 2                      0, 1                  0, 1, 2, 3
 2 3
+
+Reasons: docs/design/meshes.md.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from undertow.config import SyncConfig, refused
 from undertow.errors import WrongType, require, suggestion
 from undertow.mesh.local_tensors import distributed
-from undertow.torch_private import dtensors, tables
+from undertow.torch_private import dtensors, fsdp, tables
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: object | None) -> DeviceMesh | None:
     """Returns the data-parallel dimensions of a mesh, as torch's DataParallelMeshDims names them:
     one dimension, or the one that replicates and the one that shards.
 
-    Several dimensions of a kind become one. The mesh itself without `dims`. Raises ConfigError if
-    it does not have them.
+    Several dimensions become one if all are of one kind. The mesh itself without `dims`. Raises
+    ConfigError if it does not have them.
     """
     if dims is None:
         return mesh
@@ -54,13 +56,20 @@ def data_mesh(mesh: DeviceMesh | None, dims: object | None) -> DeviceMesh | None
             name in known,
             f"the mesh has no dimension {name!r}.",
             where=where,
-            remedy=suggestion(name, known, instead="Give the mesh names: mesh_dim_names=(...)."),
+            remedy=suggestion(
+                name, known, instead="" if known else "Name them: mesh_dim_names=(...)."
+            ),
         )
-    axes = [
-        names[0] if len(names) == 1 else dtensors.flattened(mesh, names).mesh_dim_names[0]  # type: ignore[index]
-        for names in given
-    ]
-    return mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]
+    if len(given) == 1 and len(given[0]) > 1:
+        return dtensors.flattened(mesh, given[0])
+    names = tuple(chain.from_iterable(given))
+    require(
+        len(names) == len(given),
+        f"dp_mesh_dims has several dimensions of one kind, and one of the other: {given}.",
+        where=where,
+        remedy="Make a mesh with one dimension that replicates and one that shards.",
+    )
+    return mesh[names]
 
 
 def require_fits(
@@ -114,12 +123,12 @@ def require_unmanaged(module: nn.Module, *, caller: str) -> None:
     """Raises ConfigError if torch's fully_shard or replicate averages gradients of the module."""
     for name, part in tables.named_modules(module):
         require(
-            not dtensors.is_fully_sharded(part),
+            not fsdp.is_managed(part),
             f"{f'module {name!r}' if name else 'the model'} is managed by torch's fully_shard or "
             "replicate, which averages its gradients itself.",
             where=f"{caller}(...)",
-            remedy="Leave fully_shard out, or use it alone. Parameters that fit on one rank take "
-            'SyncConfig(strategy="zero2"); tensor parallelism by parallelize_module works.',
+            remedy="Leave fully_shard out; or keep it, and call undertow.outer_axis(model), which "
+            "averages across replicas only.",
         )
 
 

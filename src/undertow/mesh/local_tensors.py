@@ -4,12 +4,15 @@
     .grad       DTensor <── its part       set and read through LocalParam: one gradient, no copy
 
 Buckets hold the parts, and never see a DTensor. A plain tensor stands for itself.
+
+Reasons: docs/design/meshes.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -115,6 +118,10 @@ class KeptPlacements:
     def __init__(self, waiting: Waiting) -> None:
         self._waiting = waiting
         self._hooks: dict[Tensor, tuple[str, RemovableHandle]] = {}  # by identity; with the name
+        # The ranks over which gradients may be redistributed, all in one order; none if each
+        # parameter is cut on every axis, so that no gradient is a partial sum.
+        self.axis: tuple[int, ...] = ()
+        self._order: list[str] = []
 
     def follow(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
         """Hooks the DTensors among these, frozen ones included, and no others."""
@@ -128,17 +135,32 @@ class KeptPlacements:
         for param, name in wanted.items():
             if param not in self._hooks:
                 self._hooks[param] = name, private.hook_gradients(param, self._arrives)
+        self.axis = tuple(sorted(set(chain.from_iterable(map(_whole_on, wanted)))))
+
+    def take_order(self) -> list[str]:
+        """Returns the names of the gradients that may have been partial sums, as they arrived since
+        the last call."""
+        order, self._order = self._order, []
+        return order
 
     @private.untraced
     def _arrives(self, param: Any) -> None:
-        grad = param.grad
+        grad, (name, _) = param.grad, self._hooks[param]
+        if _whole_on(param):  # also if torch has redistributed it, to add it to an earlier one
+            self._order.append(name)
         if grad is None or grad.placements == param.placements:
             return
         if grad.device_mesh != param.device_mesh:
             raise _other_mesh(grad, param)
-        name = f"the gradient of {self._hooks[param][0]!r}, over {_axes(param)}"
-        with torch.no_grad(), self._waiting(name):
+        with torch.no_grad(), self._waiting(f"the gradient of {name!r}, over {_axes(param)}"):
             param.grad = grad.redistribute(param.device_mesh, param.placements)
+
+
+def _whole_on(dtensor: Any) -> list[int]:
+    """Returns the ranks of a parameter's mesh if a gradient of it may be a partial sum there."""
+    is_whole = any(placement.is_replicate() for placement in dtensor.placements)
+    ranks: list[int] = dtensor.device_mesh.mesh.flatten().tolist()
+    return ranks if is_whole else []
 
 
 def _axes(dtensor: Any) -> str:

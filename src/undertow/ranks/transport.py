@@ -354,6 +354,7 @@ class OwnGroup:
             if group is not None:
                 for one in filter(None, {group, users, *others}):
                     private.interrupt(one)
+            self.others = ()
             if others and self.watch.fault is not None and not self.here.wait[0]:
                 # The user's wait ends with an error that names no rank.
                 faults.tell(self.watch.fault.what)

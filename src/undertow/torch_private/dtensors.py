@@ -54,9 +54,3 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 def flattened(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     """Returns one dimension over the ranks of these dimensions of a mesh; a collective call."""
     return mesh[tuple(names)]._flatten()
-
-
-def is_fully_sharded(module: torch.nn.Module) -> bool:
-    """Returns True if torch's `fully_shard` or `replicate` manages the module's gradients."""
-    package = sys.modules.get("torch.distributed.fsdp")
-    return package is not None and isinstance(module, package.FSDPModule)

@@ -1,4 +1,4 @@
-"""The private parts of DTensors and meshes, on one rank."""
+"""The private parts of DTensors, meshes and FSDP2, on one rank."""
 
 from collections.abc import Iterator
 
@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from undertow.mesh.local_tensors import LocalParam, local_params
-from undertow.torch_private import dtensors
+from undertow.torch_private import dtensors, fsdp
 
 
 @pytest.fixture
@@ -43,8 +44,30 @@ def test_a_mesh_knows_the_one_that_it_is_a_part_of(mesh: DeviceMesh) -> None:
 
 
 def test_a_module_under_fully_shard_is_known(mesh: DeviceMesh) -> None:
-    assert not dtensors.is_fully_sharded(nn.Linear(1, 1))
-    assert dtensors.is_fully_sharded(fully_shard(nn.Linear(1, 1), mesh=mesh["dp"]))
+    assert not fsdp.is_managed(nn.Linear(1, 1))
+    assert fsdp.is_managed(fully_shard(nn.Linear(1, 1), mesh=mesh["dp"]))
+
+
+def test_the_average_across_replicas_is_taken_over_and_given_back(mesh: DeviceMesh) -> None:
+    net, seen = fully_shard(nn.Linear(2, 2), mesh=mesh), list[int]()
+    (group,) = fsdp.param_groups(net)
+    assert fsdp.params_of(group) == list(net.parameters())
+    assert (fsdp.is_sharded(group), fsdp.has_own_divisor(group), fsdp.all_reduces(group)) == (True, False, True)
+    replicas = fsdp.replicas_of(group)
+    assert replicas is mesh.get_group("dp")
+    undo = fsdp.take_over(net, lambda values: seen.append(values.numel()))
+    net(torch.ones(1, 2)).sum().backward()
+    assert (seen, fsdp.replicas_of(group), fsdp.shards_of(group)) == ([6], None, mesh.get_group("tp"))
+    undo()
+    net(torch.ones(1, 2)).sum().backward()
+    assert (seen, fsdp.replicas_of(group)) == ([6], replicas)
+
+
+def test_a_module_of_replicate_has_no_shards(mesh: DeviceMesh) -> None:
+    net = replicate(nn.Linear(2, 2), mesh=mesh["dp"])
+    (group,) = fsdp.param_groups(net)
+    assert fsdp.is_managed(net)
+    assert not fsdp.is_sharded(group)
 
 
 def test_a_local_parameter_has_its_part_of_the_gradient_in_both_directions(mesh: DeviceMesh) -> None:
