@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from undertow.by_hand.buckets import GradientBucket, GradientBucketManager
     from undertow.checkpoint.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.ddp.attach import BucketedDDPHooks, attach
+    from undertow.ddp.outer_axis import OuterAxis, outer_axis
     from undertow.ddp.wrapper import DistributedDataParallel
     from undertow.optim.clipping import clip_grad_norm_
     from undertow.optim.hidden_matrices import hidden_matrices
@@ -43,6 +44,7 @@ _LAZY = {
     "DistributedDataParallel": "undertow.ddp.wrapper",
     "GradientBucket": "undertow.by_hand.buckets",
     "GradientBucketManager": "undertow.by_hand.buckets",
+    "OuterAxis": "undertow.ddp.outer_axis",
     "ShardedOptimizer": "undertow.optim.sharded_optimizer",
     "GradientSync": "undertow.sync.gradient_sync",
     "attach": "undertow.ddp.attach",
@@ -51,6 +53,7 @@ _LAZY = {
     "has_checkpoint": "undertow.checkpoint.checkpoint",
     "hidden_matrices": "undertow.optim.hidden_matrices",
     "load_checkpoint": "undertow.checkpoint.checkpoint",
+    "outer_axis": "undertow.ddp.outer_axis",
     "save_checkpoint": "undertow.checkpoint.checkpoint",
     "shard_optimizer": "undertow.optim.shard_optimizer",
 }
@@ -67,6 +70,7 @@ __all__ = [
     "GradientSync",
     "NonFiniteGradient",
     "Outer",
+    "OuterAxis",
     "PeerFailed",
     "PhaseError",
     "PlanMismatch",
@@ -84,6 +88,7 @@ __all__ = [
     "has_checkpoint",
     "hidden_matrices",
     "load_checkpoint",
+    "outer_axis",
     "save_checkpoint",
     "shard_optimizer",
 ]

@@ -12,6 +12,7 @@ from support.project import ROOT
 # Called by the library, by torch or by frameworks, not by users.
 _NOT_FOR_USERS = {
     "GradientSync",  # `attach` makes it
+    "OuterAxis",  # `outer_axis` makes it
     "DistributedDataParallel.forward",
     "DistributedDataParallel.join_hook",
     "ShardedOptimizer.begin_updates",

@@ -190,6 +190,21 @@ def test_two_sites_learn_one_model_and_save_it(num_ranks: int, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tensor_parallel.py", "up.weight: (256, 64), here (128, 64)"),
+        ("outer_axis.py", "<OuterAxis of 2 replicas, int8: 150 reductions, "),  # of five modules, in 30 steps
+    ],
+)
+def test_an_example_on_two_axes_learns_and_tells_what_it_has(name: str, words: str, tmp_path: Path) -> None:
+    text = output_of(name, tmp_path, num_ranks=4)
+    first, last = losses_in(text, 3)
+    assert last < first
+    assert words in text
+
+
+@pytest.mark.slow
 def test_the_residual_network_learns_and_is_evaluated_by_one_rank(tmp_path: Path) -> None:
     text = output_of("resnet.py", tmp_path, num_ranks=2)
     first, last = losses_in(text, 6)

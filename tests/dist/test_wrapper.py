@@ -585,9 +585,9 @@ BATCH_NORM = (
     "  Keep the BatchNorm layers on CPU: their running statistics follow rank 0."
 )
 SHARDED = (
-    "parameter 'weight' is sharded already, by torch's fully_shard or by tensor parallelism.\n"
-    "  DistributedDataParallel(...)\n"
-    "  Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the data-parallel dimension."
+    "the mesh axis 'dp' is not a data-parallel axis: ranks 0, 1 hold different parts of parameter 'weight'.\n"
+    "  gradients are averaged over ranks 0, 1\n"
+    '  Give the data-parallel axis of the mesh, such as device_mesh=mesh["dp"], and distribute parameters over other axes only.'
 )
 EXPANDED = (
     "parameter 'weight' is an expanded tensor: several of its elements share memory.\n"

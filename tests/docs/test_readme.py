@@ -99,7 +99,8 @@ LIMITS = [" ".join(text.split()) for text in re.findall(r"^- (.*?)$(?=\n(?:- |\n
 # Words of a limit, and its tests.
 SHOWN_BY = {
     "NCCL with two or more GPUs": ["test_training_over_nccl_has_the_reference_s_bits"],
-    "ZeRO-3 and tensor parallelism": ["test_a_value_of_a_setting_is_refused", "test_a_sharded_parameter_is_refused"],
+    "**Not supported:** ZeRO-3": ["test_a_value_of_a_setting_is_refused", "test_a_sharded_parameter_is_refused"],
+    "With parameters that are DTensors": ["test_each_mistake_is_the_same_error_on_every_rank"],
     "With experts": ["test_what_cannot_be_is_refused"],
     "With a ShardedOptimizer: `join()`": [
         "test_sparse_gradients_are_refused",
@@ -170,7 +171,7 @@ def test_a_sharded_parameter_is_refused() -> None:
 
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ConfigError, match="is sharded already"):
+    with pytest.raises(ConfigError, match="is managed by torch's fully_shard"):
         DistributedDataParallel(model)
 
 

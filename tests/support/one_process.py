@@ -201,7 +201,9 @@ class FakeGroup:
     can = Abilities(send_from_host=True)
     is_open, is_broken, is_left, is_alive = False, False, False, True
 
-    def __init__(self, user: GroupRef, *, device: Any = None, limits: Any = None, within: Any = None) -> None:
+    def __init__(
+        self, user: GroupRef, *, device: Any = None, limits: Any = None, within: Any = None, is_axis: bool = False
+    ) -> None:
         rank = _thread.rank
         self.world: World = rank.world
         self.lane = f"group {rank.num_groups}"
@@ -214,6 +216,7 @@ class FakeGroup:
         self.watch = FakeWatch(rank.world, rank.number)
         self.here = SimpleNamespace(progress=None, thread=None, module=None)
         self.borrowers: set[str] = set()
+        self.everyone = self
 
     def open(self) -> None:
         assert self.num_ranks > 1, "one rank needs no group"

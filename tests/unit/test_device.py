@@ -8,7 +8,7 @@ import torch
 from support.errors import text_of
 from undertow import ConfigError
 from undertow.device import MAKERS, Accelerator, Host, device_of
-from undertow.ranks.group import BACKENDS, Abilities, GroupRef
+from undertow.ranks.group import BACKENDS, Abilities, GroupRef, tell_of_unknown
 from undertow.sync.handles import _checked
 
 CPU, CUDA, XPU = map(torch.device, ("cpu", "cuda:1", "xpu"))
@@ -37,12 +37,30 @@ def test_the_host_has_no_streams_and_keeps_nothing() -> None:
         ("cpu:gloo,cuda:nccl", CUDA, BACKENDS["nccl"]),
         ("cpu:gloo,cuda:nccl", CPU, BACKENDS["gloo"]),
         ("cpu:gloo,xpu:xccl", XPU, Abilities(order_streams=True)),
-        ("nccl2", CUDA, Abilities()),
+        ("nccl2", CUDA, BACKENDS["nccl"]),
+        ("nccl-legacy", CUDA, BACKENDS["nccl"]),
+        ("cuda:ncclx", CUDA, BACKENDS["nccl"]),
+        ("cpu:gloo,cuda:nccl2", CUDA, BACKENDS["nccl"]),
+        ("cuda:rcclx", CUDA, BACKENDS["nccl"]),
+        ("NCCL", CUDA, BACKENDS["nccl"]),
         ("of a vendor", XPU, Abilities()),
+        ("my-nccl", CUDA, Abilities()),
     ],
 )
-def test_a_backend_that_was_not_checked_is_asked_for_sums_only(backend: str, place: torch.device, expected: Abilities) -> None:
+def test_a_backend_is_known_by_its_family_and_any_other_is_asked_for_sums_only(
+    backend: str, place: torch.device, expected: Abilities
+) -> None:
     assert GroupRef((0,), backend, None).abilities_for(place) == expected
+
+
+def test_an_unknown_backend_is_told_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    tell_of_unknown.cache_clear()
+    for backend in ("nccl2", "of another vendor", "of another vendor"):
+        tell_of_unknown(backend)
+    assert caplog.messages == [
+        "the backend 'of another vendor' is unknown: it is asked for sums only, and the host waits for its messages. "
+        "Known are gloo, emulated, nccl, rccl, xccl, and names that begin so."
+    ]
 
 
 def test_a_number_on_a_device_is_read_if_ranks_exchange_it_on_the_host() -> None:

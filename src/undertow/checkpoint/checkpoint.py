@@ -23,6 +23,7 @@ from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.engine.hooks import earlier_watchers
 from undertow.engine.step_settings import require_same_settings, settings_of, text_of
 from undertow.errors import CheckpointError, require
+from undertow.mesh.local_tensors import distributed
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import OuterSync, outer_of
 from undertow.ranks.agreement import gather_bytes
@@ -236,6 +237,8 @@ class _Ranks:
         only after that.
         """
         _require_no_experts(model, optimizers)
+        if distributed(param for _, param in tables.named_parameters(model)):
+            raise refused("checkpoint", "tensor_parallel", where="save_checkpoint, load_checkpoint")
         if not dist.is_available() or not dist.is_initialized():
             return cls(to, path)
         engines = earlier_watchers(tables.named_parameters(model)).values()

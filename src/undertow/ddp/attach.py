@@ -30,6 +30,8 @@ from undertow.engine.hooks import earlier_watchers
 from undertow.engine.progress import params_of
 from undertow.engine.step_events import StepListener
 from undertow.errors import WrongType, require
+from undertow.mesh.axes import data_mesh, require_unmanaged
+from undertow.mesh.local_tensors import local_tensor
 from undertow.ranks.faults import Fault
 from undertow.ranks.group import GroupRef, chosen_group, warn_of_lone_rank
 from undertow.ranks.transport import OwnGroup
@@ -41,13 +43,7 @@ from undertow.torch_private import private, tables
 # The reasons why a parameter cannot be synchronized, with the way out. The order counts.
 _REFUSED: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
     (
-        lambda param: type(param.data).__name__ == "DTensor",
-        "is sharded already, by torch's fully_shard or by tensor parallelism",
-        "Leave fully_shard out, or use it alone; with tensor parallelism, apply it to the "
-        "data-parallel dimension.",
-    ),
-    (
-        lambda param: not private.has_memory(param),
+        lambda param: not private.has_memory(local_tensor(param)),
         "is a {kind} without its own memory: it cannot be sent to other ranks",
         "Exclude it with ignore=[{name!r}], and give it the same values on every rank.",
     ),
@@ -87,6 +83,7 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     config: SyncConfig | None = None,
     ignore: Iterable[str | nn.Module | Tensor] = (),
+    dp_mesh_dims: object | None = None,
 ) -> GradientSync:
     """Synchronizes `module`'s gradients from now on: after a backward every `.grad` is the mean.
 
@@ -96,12 +93,15 @@ def attach(
 
     Args:
         module: The model.
-        device_mesh: A mesh of one dimension. With `strategy="hybrid"` it has two: the first
-            replicates and the second shards.
+        device_mesh: A mesh of one dimension, such as `mesh["dp"]` of a larger one. With
+            `strategy="hybrid"` it has two: the first replicates and the second shards. Parameters
+            may be DTensors over other dimensions.
         process_group: The ranks to synchronize; the default group if neither it nor `device_mesh`
             is given.
         config: Settings; None is `SyncConfig()`.
         ignore: Parameters, buffers and submodules to leave alone, as names or objects.
+        dp_mesh_dims: A torch.distributed.fsdp.DataParallelMeshDims that names the data-parallel
+            dimensions of `device_mesh`; None if all are.
 
     Returns:
         The GradientSync of the module.
@@ -116,7 +116,11 @@ def attach(
     """
     ignored = checked(module, ignore, config, caller="attach")
     sync = synchronized(
-        module, device_mesh=device_mesh, process_group=process_group, config=config, ignore=ignored
+        module,
+        device_mesh=data_mesh(device_mesh, dp_mesh_dims),
+        process_group=process_group,
+        config=config,
+        ignore=ignored,
     )
     sync._whole.is_attached = True
     sync._whole.watch_forwards()
@@ -173,6 +177,7 @@ def checked(
         remedy="Give the bare module.",
     )
     require_settings(config)
+    require_unmanaged(module, caller=caller)
     ignored = [
         *names_to_ignore(module, ignore),
         *names_to_ignore(module, () if config is None else config.ignore),

@@ -19,6 +19,7 @@ from undertow.ddp.attach import checked, synchronized
 from undertow.ddp.averaged import require_averaged
 from undertow.ddp.join import ShadowHook, UnevenInputs
 from undertow.ddp.no_reducer import NoReducer
+from undertow.mesh.axes import data_mesh
 from undertow.outer.outer_sync import OuterSync
 from undertow.plan import Plan
 from undertow.sync.gradient_sync import GradientSync
@@ -69,13 +70,16 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         delay_all_reduce_named_params: Accepted: these parameters are sent in turn like all others.
         param_to_hook_all_reduce: Belongs to `delay_all_reduce_named_params`.
         mixed_precision: Not supported, because it is private in torch.
-        device_mesh: A mesh of one dimension, or of two with `strategy="hybrid"`.
+        device_mesh: A mesh of one dimension, such as `mesh["dp"]` of a larger one, or of two with
+            `strategy="hybrid"`. Parameters may be DTensors over other dimensions.
         skip_all_reduce_unused_params: Accepted, as `find_unused_parameters`.
         bucket_cap_mb_list: Sizes of the first buckets in MiB; the last one holds for all others.
         batched_grad_copy: Accepted: gradients are copied in batches in any case.
         forward_sync_buffers: False leaves buffers alone before forwards.
         config: Undertow's settings, instead of `bucket_cap_mb` and the arguments about buffers.
         ignore: Parameters, buffers and submodules to leave alone, as names or objects.
+        dp_mesh_dims: A torch.distributed.fsdp.DataParallelMeshDims that names the data-parallel
+            dimensions of `device_mesh`; None if all are.
 
     Raises:
         ConfigError: If the module or the arguments cannot work.
@@ -120,6 +124,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         *,
         config: SyncConfig | None = None,
         ignore: Iterable[str | nn.Module | Tensor] = (),
+        dp_mesh_dims: object | None = None,
         **settings: Never,
     ) -> None:
         arguments.require_none(settings)
@@ -154,7 +159,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         self.sync = synchronized(
             module,
             process_group=process_group,
-            device_mesh=device_mesh,
+            device_mesh=data_mesh(device_mesh, dp_mesh_dims),
             config=chosen,
             ignore=ignored,
             shared=shared if init_sync else (),
@@ -202,6 +207,9 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
             with self._inside_ddp_forward() if is_cut else nullcontext():
                 # From the table: an attribute would be searched for.
                 return _call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            self.sync._own.raise_reason(error)
+            raise
         finally:
             if not torch.compiler.is_compiling():  # nothing is timed between compiled parts
                 self.sync._whole.forward_ends()

@@ -4,13 +4,16 @@ every rank."""
 from __future__ import annotations
 
 import copy
+import dataclasses
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -19,9 +22,17 @@ from undertow.buckets.finite import not_finite
 from undertow.config import SyncConfig, refused
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.round import Round, RoundKind
-from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
+from undertow.errors import (
+    Desync,
+    NonFiniteGradient,
+    ReplicaMismatch,
+    UndertowError,
+    listed,
+)
+from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.plan import Plan
 from undertow.ranks import faults
+from undertow.ranks.agreement import gather_json
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
@@ -39,10 +50,11 @@ _WRITES = (
     "Look for what writes to parameters, or steps, on some ranks only; "
     "broadcast_parameters() makes them equal again."
 )
+_NUM_FIRST_ORDERS, _ORDERS_EVERY = 3, 100  # synchronizations, on a device
+_ORDERS = "the comparison of the orders of redistributed gradients"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# Synchronization, names of parameters, and for each rank whether it counts, whether it has loaded,
-# and its fingerprints.
-_Sent = tuple[int, Sequence[str], Handle]
+# Waits for a comparison, and returns its error.
+_Sent = Callable[[], UndertowError | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +96,11 @@ class NonFinite:
     It acts at the optimizer's step, because a GradScaler makes gradients overflow on purpose and
     does not step on them. `find_alone` checks there the gradients that no synchronization has seen.
     `fails_others` makes the ranks that do not hold these experts raise too, at their next wait.
+    `agree` returns the finding of any rank of a mesh: each has other parts of the gradients.
     """
 
     fails_others: Callable[[faults.Fault], object] | None = None
+    agree: Callable[[Finding | None], Finding | None] | None = None
 
     def __init__(
         self,
@@ -127,6 +141,8 @@ class NonFinite:
         if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
             return False
         finding = self._finding or self._find_alone()
+        if self.agree is not None:
+            finding = self.agree(finding)
         if finding is None:
             return False
         is_counted = self._finding is not None and self._is_judged
@@ -272,7 +288,8 @@ def has_bits(param: Tensor) -> bool:
     uninitialized ones.
     """
     is_dense = param.layout is torch.strided and not param.is_meta
-    return type(param) is nn.Parameter and is_dense
+    is_part = local_tensor(param) is not param
+    return (type(param) is nn.Parameter or is_part) and is_dense
 
 
 class Checks:
@@ -290,11 +307,14 @@ class Checks:
             rank=group.rank,
             find_alone=partial(_found_alone, current_plan),
         )
+        if group.everyone is not group:  # a mesh with other axes
+            self.numbers.agree = partial(_found_by_any, group.everyone)
         # Synchronizations between two comparisons of parameters; None if there is nothing to
         # compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
         self.loads = Loads(group)
         self._current_plan = current_plan
+        self.is_on_mesh = group.everyone is not group
         self.sent: list[_Sent] = []  # comparisons in flight
 
     def are_compared(self, number: int) -> bool:
@@ -315,6 +335,10 @@ class Checks:
         if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
             self.sent.append(self._send(ended))
             self.loads.settle(ended.terms.number)
+        if self.is_on_mesh and self._current_plan.placements.axis:
+            order = self._current_plan.placements.take_order()
+            if self._are_orders_compared(ended.terms.number):
+                self.sent.append(self._send_order(order, ended.terms.number))
 
     @torch.no_grad()
     def _send(self, ended: Round) -> _Sent:
@@ -327,19 +351,35 @@ class Checks:
             dtype=torch.int64,
             device=group.device,
         )
-        values = fingerprints(list(params.values()), device=group.device)
+        values = fingerprints(local_tensors(params.values()), device=group.device)
         received = group.all_gather(
             torch.cat((mine, values)), "the comparison of all ranks' parameters"
         )
-        return ended.terms.number, list(params), received
+        return partial(self._difference, ended.terms.number, list(params), received)
+
+    def _are_orders_compared(self, number: int) -> bool:
+        """Returns True if ranks compare the orders of redistributed gradients after this
+        synchronization: on a device rarely, because the host waits for the result."""
+        is_host = self._current_plan.group.hardware.is_host
+        return is_host or number < _NUM_FIRST_ORDERS or number % _ORDERS_EVERY == 0
+
+    def _send_order(self, order: Sequence[str], number: int) -> _Sent:
+        """Starts to compare the order of the gradients that are redistributed over another axis."""
+        axis, everyone = self._current_plan.placements.axis, self._current_plan.group.everyone
+        told = [digest_of_names(order), digest_of_names(map(str, axis))]
+        received = everyone.all_gather(
+            torch.tensor(told, dtype=torch.int64, device=everyone.device), _ORDERS
+        )
+        return partial(_other_order, everyone, order, received, number)
 
     def require_alike(self) -> None:
-        """Waits for compared parameters; raises ReplicaMismatch, on every rank, if they differ.
+        """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ, and
+        Desync if ranks of a tensor-parallel axis redistribute gradients in different orders.
 
         Does nothing inside a backward, where ranks may wait for each other in different models.
         """
         while self.sent and private.graph_task_id() == -1:
-            error = self._difference(*self.sent.pop(0))
+            error = self.sent.pop(0)()
             if error is not None:
                 raise error
 
@@ -369,6 +409,49 @@ class Checks:
         )
 
 
+def digest_of_names(names: Iterable[str]) -> int:
+    """Returns a number that is the same in all processes."""
+    return zlib.crc32("\n".join(names).encode())
+
+
+def _other_order(
+    everyone: OwnGroup, order: Sequence[str], received: Handle, number: int
+) -> Desync | None:
+    """Returns the error if gradients have arrived in different orders on ranks of one axis: the
+    same on every rank of the mesh."""
+    rows = received.result().tolist()
+    orders: dict[int, set[int]] = defaultdict(set)
+    for of_order, of_axis in rows:
+        orders[of_axis].add(of_order)
+    unlike = [axis for axis, found in orders.items() if len(found) > 1]
+    if not unlike:
+        return None
+    described = gather_json(everyone, order, waits_for=_ORDERS)
+    listed_by_rank = "".join(
+        f"\n  rank {rank}: {', '.join(map(repr, described[rank])) or 'none'}"
+        for rank, (_, axis) in enumerate(rows)
+        if axis == unlike[0]
+    )
+    return Desync(
+        "gradients have arrived in different orders on ranks of a tensor-parallel axis: partial "
+        "sums among them are mixed up.",
+        where=f"synchronization {number}{listed_by_rank}",
+        remedy="Run the same layers in the same order on these ranks, with the same batch.",
+    )
+
+
+def _found_by_any(everyone: OwnGroup, finding: Finding | None) -> Finding | None:
+    """Returns the finding of the first rank that has one, on every rank; a collective call."""
+    what = "whether all ranks' gradients are finite"
+    is_found = torch.tensor(float(finding is not None), device=everyone.device)
+    everyone.all_reduce(is_found, what, dist.ReduceOp.MAX).wait()
+    if not is_found:
+        return None
+    mine = None if finding is None else dataclasses.asdict(finding)
+    found = next(each for each in gather_json(everyone, mine, waits_for=what) if each is not None)
+    return Finding(tuple(found["params"]), tuple(found["ranks"]), found["where"])
+
+
 def _found_alone(current_plan: CurrentPlan) -> Finding | None:
     """Checks the gradients of a single rank, which has no rounds. A function.
 
@@ -377,7 +460,7 @@ def _found_alone(current_plan: CurrentPlan) -> Finding | None:
     if current_plan.is_active:
         return None
     grads = {
-        name: param.grad
+        name: local_tensor(param.grad)
         for name, param in current_plan.hooks.named_params
         if param.grad is not None
     }

@@ -35,6 +35,8 @@ from undertow.engine.hooks import (
 from undertow.engine.params import ModuleParams
 from undertow.engine.tuning import Tuning, order_of
 from undertow.errors import PhaseError, require
+from undertow.mesh.axes import require_distributed_before, require_fits
+from undertow.mesh.local_tensors import KeptPlacements, local_params, local_tensor
 from undertow.plan import Plan, first_plan
 from undertow.ranks.agreement import BUILD_ALIKE, surroundings
 from undertow.ranks.transport import OwnGroup
@@ -98,6 +100,7 @@ class CurrentPlan:
         self.is_stale = False  # the next `find_change` compares the module's parameters
         # parameters of the plan, by id, that the last forward has found frozen or gone
         self._left: frozenset[int] = frozenset()
+        self.placements = KeptPlacements(group.waiting)
         self.compiled: CompiledPlan
         self.hooks: ParamHooks
         self.is_active: bool
@@ -178,6 +181,7 @@ class CurrentPlan:
         )
         self._left = self._left.difference(staying)
         try:
+            require_distributed_before(hooks.named_params, present)
             named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
             gone = hooks.ids.difference(id(param) for _, param in named_params)
             # A parameter that is only gone, maybe lent for a call, stays in the plan until a
@@ -198,6 +202,7 @@ class CurrentPlan:
             param.requires_grad for _, param in named_params
         )
         if self.is_active:
+            self.placements.follow(present)
             hooks.watch([param for _, param in present], may_have_arrived=not begins_forward)
         self._apply_factor()
 
@@ -244,7 +249,7 @@ class CurrentPlan:
 
     def new_params(self) -> list[tuple[str, Tensor]]:
         """Returns the module's parameters whose values the ranks have not compared or averaged."""
-        known = set(map(id, self.compiled.params))
+        known = set(self.hooks.ids)
         common_frozen = self.members.common_frozen
         known.update(id(param) for _, param in common_frozen if not param.requires_grad)
         return [
@@ -285,6 +290,7 @@ class CurrentPlan:
         self._leaving.pop(self, None)
         self.compiled.reducer.close()
         self.hooks.close()
+        self.placements.follow(())
         self._factor.follow(())
 
     def use_hook(self, hook: CommHook, *, is_in_round: bool) -> None:
@@ -353,10 +359,10 @@ class CurrentPlan:
         others."""
         specs = self.members.specs(named_params)
         wanted = [
-            (id(param), spec, param.stride())
+            (id(param), spec, local_tensor(param).stride())
             for (_, param), spec in zip(named_params, specs, strict=True)
         ]
-        planned = zip(map(id, of.params), of.plan.params, of.strides, strict=True)
+        planned = zip(map(id, self.hooks.params), of.plan.params, of.strides, strict=True)
         # each search continues after the one that was found
         return all(each in planned for each in wanted)
 
@@ -385,6 +391,7 @@ class CurrentPlan:
         )
 
     def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> Change:
+        require_fits(self.members.named_params(), self.group.user.ranks, reducer.config)
         for name, param in named_params:
             require(
                 device_of(param.device).is_host == self.group.hardware.is_host,
@@ -400,11 +407,13 @@ class CurrentPlan:
 
     def _put_in_force(self, change: Change, *, before: CompiledPlan | None = None) -> None:
         """Makes the buckets and hooks of a change."""
-        params = [param for _, param in change.named_params]
+        params = local_params(param for _, param in change.named_params)
         compiled = CompiledPlan(change.plan, params, change.reducer, self._recorder, before=before)
         hooks = ParamHooks(change.named_params, compiled.plan, self._listeners, self.group.hardware)
         if compiled.reducer.is_active:
             _ = compiled.buckets  # too large ones fail here instead of in the first backward
+            # before the hooks by which a gradient counts as arrived
+            self.placements.follow(self.members.named_params())
             hooks.start()
             hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
             if params and self.group.num_ranks > 1:

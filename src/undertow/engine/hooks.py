@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.device import Device
 from undertow.engine.tuning import Tuning
+from undertow.mesh.local_tensors import KeptPlacements
 from undertow.plan import Plan
 from undertow.schedule.arrivals import Arrivals, BucketArrivals
 from undertow.torch_private import private
@@ -259,12 +260,13 @@ def is_watched(param: Tensor, *, other_than: object = None) -> bool:
 def users_hooks(param: Tensor) -> list[str]:
     """Returns the names of the functions that user code has put on the parameter as post-accumulate
     hooks."""
-    hooks = [
-        hook
-        for hook in private.post_accumulate_hooks(param)
-        if not hasattr(getattr(hook, "__self__", None), "arrivals")
-    ]
+    hooks = [hook for hook in private.post_accumulate_hooks(param) if not _is_own(hook)]
     return [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]
+
+
+def _is_own(hook: Callable[..., object]) -> bool:
+    owner = getattr(hook, "__self__", None)
+    return hasattr(owner, "arrivals") or isinstance(owner, KeptPlacements)
 
 
 def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from undertow.device import device_of
 from undertow.errors import ConfigError
+from undertow.mesh.local_tensors import addresses, distributed, local_tensor, placement_of
 from undertow.plan import ParamSpec
 from undertow.ranks.agreement import (
     BUILD_ALIKE,
@@ -46,6 +47,7 @@ class _Census:
         self._dense = [
             param for param in self.params if param.layout is torch.strided and not is_lazy(param)
         ]
+        self._distributed = distributed(self.params)
         # Of ordinary modules without a search for the method.
         is_usual = all(isinstance(part._modules, dict) for part in modules)
         self._values_of = dict.values if is_usual else methodcaller("values")
@@ -72,6 +74,7 @@ class _Census:
             _ids(map(call, self._parameters)),
             list(map(_is_trained, self.params)),
             list(map(Tensor.data_ptr, self._dense)),  # new dtypes and layouts need new data
+            addresses(self._distributed),
             # Two casts in turn may end at the same address.
             [(param.device, param.dtype) for param in self.params[:1]],
         )
@@ -324,15 +327,20 @@ def _description_of_buffer(name: str, buffer: Tensor) -> dict[str, Any]:
 
 def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
     """Returns the properties of a tensor that must be the same on every rank."""
+    local = local_tensor(tensor)
     axes = (
         [axis for axis, size in enumerate(spec.shape) if size > 1]
-        if tensor.layout is torch.strided
+        if local.layout is torch.strided
         else []
     )
-    if len(axes) > 1 and not tensor.is_contiguous():
-        axes.sort(key=lambda axis: -tensor.stride()[axis])
-    # Of the device without the index, which may differ.
-    return {**spec.to_dict(), "device": tensor.device.type, "axes in memory": axes}
+    if len(axes) > 1 and not local.is_contiguous():
+        axes.sort(key=lambda axis: -local.stride()[axis])
+    return {
+        **spec.to_dict(),
+        "device": local.device.type,  # without the index, which may differ
+        "axes in memory": axes,
+        **placement_of(tensor),
+    }
 
 
 def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
@@ -340,7 +348,7 @@ def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:
     dtype = private.gradient_dtype(tensor)
     return ParamSpec(
         name=name,
-        shape=tuple(tensor.shape),
+        shape=tuple(local_tensor(tensor).shape),
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
         device=str(tensor.device),

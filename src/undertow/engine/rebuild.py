@@ -12,6 +12,7 @@ from undertow.engine.checks import has_bits, mismatch
 from undertow.engine.current_plan import Change, CurrentPlan
 from undertow.engine.params import first_change
 from undertow.engine.round import Round, RoundKind, Terms
+from undertow.mesh.local_tensors import local_tensors
 
 
 def tell_of_change(plans: CurrentPlan, terms: Terms) -> Round:
@@ -82,7 +83,7 @@ def _require_same_values(plans: CurrentPlan, told: Round) -> None:
     if not comparable:
         return
     group = plans.group
-    values = fingerprints(list(comparable.values()), device=group.device)
+    values = fingerprints(local_tensors(comparable.values()), device=group.device)
     rows = group.all_gather(values, "the comparison of new parameters").result().tolist()
     for name, of_ranks in zip(comparable, zip(*rows, strict=True), strict=True):
         if len(set(of_ranks)) > 1:

@@ -235,7 +235,7 @@ class Round:
             # function that returns None for it.
             gone = set(map(spec.params.__getitem__, unused)) - hooks.arrivals.missing(spec.index)
             self.found.taken.update(
-                param for param in gone if users_hooks(self.compiled.params[param])
+                param for param in gone if users_hooks(hooks.named_params[param][1])
             )
         self.found.keeps_earlier |= bool(bucket.gradients.earlier)
         signature = signature_of(

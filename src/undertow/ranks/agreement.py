@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from undertow.errors import ConfigError, PlanMismatch
+from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
@@ -46,7 +47,6 @@ _NOT_SENT: tuple[tuple[Callable[[Tensor], bool], str], ...] = (
         "a tensor whose layout is not torch.strided, such as a sparse one",
     ),
     (lambda buffer: buffer.is_quantized, "a quantized tensor"),
-    (lambda buffer: type(buffer).__name__ == "DTensor", "a DTensor"),
     (private.has_shared_elements, "an expanded tensor: several of its elements share memory"),
 )
 
@@ -95,22 +95,29 @@ def require_agreement(
     """Compares all ranks' settings, parameters and other tensors, and names of new parameters.
 
     A collective call. Raises PlanMismatch, on every rank, if ranks differ; if tensors do, the error
-    has this `remedy`.
+    has this `remedy`. On a mesh the ranks of each data axis must be alike, and the error is raised
+    on all its ranks: those of another axis would wait for ranks that have raised it.
     """
+    everyone = group.everyone
     named = [{"name": name} for name in new]
     mine = {"settings": settings, "params": params, "others": others, "new": named}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
-    sent = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(group.device)
-    rows = group.all_gather(sent, _COMPARISON).result().tolist()
-    digests = [bytes(row).hex() for row in rows]
-    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
-    if other is None:
+    axis = hashlib.sha256(repr(group.user.ranks).encode()).digest()
+    sent = torch.frombuffer(bytearray(digest + axis), dtype=torch.uint8).to(group.device)
+    rows = [bytes(row) for row in everyone.all_gather(sent, _COMPARISON).result().tolist()]
+    digests = [row[: len(digest)].hex() for row in rows]
+    firsts: dict[bytes, int] = {}  # the first rank of each data axis
+    for rank, row in enumerate(rows):
+        firsts.setdefault(row[len(digest) :], rank)
+    pairs = [(firsts[row[len(digest) :]], rank) for rank, row in enumerate(rows)]
+    unlike = next((pair for pair in pairs if digests[pair[0]] != digests[pair[1]]), None)
+    if unlike is None:
         return
-    described = gather_json(group, mine)
-    what, difference = _first_difference(described[0], described[other], other)
+    described = gather_json(everyone, mine)
+    what, difference = _first_difference(*(described[rank] for rank in unlike), ranks=unlike)
     ranks = [
         f"rank {rank}: {len(described[rank]['params'])} parameters, fingerprint {digests[rank][:4]}"
-        for rank in (0, other)
+        for rank in unlike
     ]
     raise PlanMismatch(
         f"ranks disagree on {what}.",
@@ -121,28 +128,33 @@ def require_agreement(
     )
 
 
-def _first_difference(first: dict[str, Any], second: dict[str, Any], rank: int) -> tuple[str, str]:
-    """Returns the kind of the first difference between rank 0 and `rank`, and the difference in
-    words."""
+def _first_difference(
+    first: dict[str, Any], second: dict[str, Any], *, ranks: tuple[int, int]
+) -> tuple[str, str]:
+    """Returns the kind of the first difference between two ranks, and the difference in words."""
+    one, other = ranks
     for key, kind, name_of_all in _TENSORS:
         for index, (mine, theirs) in enumerate(zip_longest(first[key], second[key])):
             here, there = (
                 "missing" if spec is None else repr(spec["name"]) for spec in (mine, theirs)
             )
             if here != there:
-                return name_of_all, f"{kind} {index} is {here} on rank 0 and {there} on rank {rank}"
+                return (
+                    name_of_all,
+                    f"{kind} {index} is {here} on rank {one} and {there} on rank {other}",
+                )
             if mine != theirs:
                 # The shape first: other fields, such as the order of axes in memory, follow from
                 # it.
                 field = next(
                     name for name in ("shape", *mine, *theirs) if mine.get(name) != theirs.get(name)
                 )
-                values = f"{mine.get(field)} on rank 0 and {theirs.get(field)} on rank {rank}"
+                values = f"{mine.get(field)} on rank {one} and {theirs.get(field)} on rank {other}"
                 return name_of_all, f"{field} of {kind} {index} ({here}) is {values}"
     mine, theirs = first["settings"], second["settings"]
     name = next(name for name in mine | theirs if mine.get(name) != theirs.get(name))
     return _SETTINGS, (
-        f"{name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}"
+        f"{name} is {mine.get(name)!r} on rank {one} and {theirs.get(name)!r} on rank {other}"
     )
 
 
@@ -152,7 +164,12 @@ class _CommonBuffer:
 
     place: Place
     tensor: Tensor  # the last one there of the kind that the ranks have compared
-    is_shared: bool = False  # another place has the same memory
+    is_kept: bool = False  # written in place: another place has the same memory, or a DTensor
+
+    @property
+    def values(self) -> Tensor:
+        """This rank's values."""
+        return local_tensor(self.tensor)
 
 
 class CommonBuffers:
@@ -182,9 +199,10 @@ class CommonBuffers:
             if kind:
                 self._not_sent = self._not_sent or (name, kind)
                 continue
-            first = at.setdefault(tensor.untyped_storage().data_ptr(), buffer)
+            buffer.is_kept |= buffer.values is not tensor
+            first = at.setdefault(buffer.values.untyped_storage().data_ptr(), buffer)
             if first.place is not place:
-                first.is_shared = buffer.is_shared = True
+                first.is_kept = buffer.is_kept = True
         self.buffers = list(found.values())
 
     def now(self) -> list[_CommonBuffer]:
@@ -231,7 +249,7 @@ def synchronize_buffers(common: CommonBuffers, group: OwnGroup, *, source: int =
     require gradients, are written in place.
     """
     buffers = common.now()
-    for handle, values in _sent([buffer.tensor for buffer in buffers], group, source):
+    for handle, values in _sent([buffer.values for buffer in buffers], group, source):
         handle.wait()
         arrived = [(buffers[index], value) for index, value in values]
         _replace(arrived, is_host=group.hardware.is_host)
@@ -243,7 +261,7 @@ def broadcast_in_place(tensors: Iterable[Tensor], group: OwnGroup, *, source: in
 
     Used for parameters, which must stay the same tensors.
     """
-    targets = list(tensors)
+    targets = local_tensors(tensors)
     for handle, values in _sent(targets, group, source):
         handle.wait()
         for index, value in values:
@@ -263,11 +281,11 @@ def _replace(arrived: Iterable[tuple[_CommonBuffer, Tensor]], *, is_host: bool) 
         # On the host, an unchanged buffer stays the same tensor, for code that holds a reference.
         # On a device, the comparison would block the host for every buffer of every forward, so all
         # buffers are replaced.
-        if is_host and torch.equal(buffer.tensor, value):
+        if is_host and torch.equal(buffer.values, value):
             continue
         # it must stay the same tensor, as under torch's class
-        if buffer.is_shared or buffer.tensor.requires_grad:
-            _write(buffer.tensor, value)
+        if buffer.is_kept or buffer.tensor.requires_grad:
+            _write(buffer.values, value)
         else:
             replaced.append((buffer, value))
     if not replaced:

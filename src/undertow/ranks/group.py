@@ -6,7 +6,7 @@ import warnings
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.errors import ConfigError, WrongType, require
+from undertow.ranks import faults
 from undertow.schedule import HYBRID
 from undertow.torch_private import private
 
@@ -35,13 +36,32 @@ class Abilities:
     order_streams: bool = False  # on an accelerator, a wait does not block the host
 
 
+_NCCL = Abilities(average=True, divide_first=True, order_streams=True)
+# By family, whose names begin so: "nccl" is also "nccl2", "nccl-legacy" and "ncclx".
 # Reduce-scatters ask for sums: in some versions of torch, gloo's returns one instead of an average.
 BACKENDS = {
     "gloo": Abilities(average=True, send_from_host=True),
     "emulated": Abilities(average=True, send_from_host=True),
-    "nccl": Abilities(average=True, divide_first=True, order_streams=True),
+    "nccl": _NCCL,
+    "rccl": _NCCL,  # AMD's, with the same interface
     "xccl": Abilities(order_streams=True),  # some versions of oneCCL cannot average
 }
+
+
+def family_of(backend: str) -> str | None:
+    """Returns the family of a backend, by which `BACKENDS` knows it; None for an unknown one."""
+    name = backend.lower()
+    return next((family for family in BACKENDS if name.startswith(family)), None)
+
+
+@cache
+def tell_of_unknown(backend: str) -> None:
+    """Says once that a backend is unknown, and what follows from that."""
+    if family_of(backend) is None:
+        faults.tell(
+            f"the backend {backend!r} is unknown: it is asked for sums only, and the host waits "
+            f"for its messages. Known are {', '.join(BACKENDS)}, and names that begin so."
+        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +158,8 @@ class GroupRef:
 
     def abilities_for(self, device: torch.device) -> Abilities:
         """Returns the abilities of that backend."""
-        return BACKENDS.get(self.backend_for(device), Abilities())
+        family = family_of(self.backend_for(device))
+        return Abilities() if family is None else BACKENDS[family]
 
     def replica(self) -> GroupRef:
         """Returns this process's replica: its row of a mesh, or this rank alone."""

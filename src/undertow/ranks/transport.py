@@ -23,9 +23,9 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.device import device_of
 from undertow.errors import PhaseError
-from undertow.ranks import patience
+from undertow.ranks import faults, patience
 from undertow.ranks.faults import Activity, raised
-from undertow.ranks.group import Abilities, GroupRef
+from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
 from undertow.ranks.guard import meet, over_users, watch_over
 from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.threads import Worker
@@ -48,7 +48,8 @@ class OwnGroup:
 
     `open` creates it. It is referenced weakly, for the reason given in `GroupRef`. A group may be
     `within` another one that has all its ranks; then the two share faults, and a fault interrupts
-    waits over either.
+    waits over either. With `is_axis` that one has all ranks of a mesh, and this one is the data
+    axis at one place of the other axes.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class OwnGroup:
         device: torch.device,
         limits: SyncConfig,
         within: OwnGroup | None = None,
+        is_axis: bool = False,
     ) -> None:
         self.user = user
         self.rank = user.rank
@@ -65,7 +67,11 @@ class OwnGroup:
         self.backend = user.backend_for(device)
         self.hardware = device_of(device)
         self.watch = NullWatch()  # over the other ranks
-        self.here = Activity()
+        # the ranks that must agree on the model
+        self.everyone: OwnGroup = within if within is not None and is_axis else self
+        self.here: Activity = Activity() if self.everyone is self else self.everyone.here
+        # of the user's, for the other axes of a mesh: a fault ends waits over them too
+        self.others: Sequence[weakref.ref[dist.ProcessGroup]] = ()
         # communication hooks and torch's join, as long as they use the user's group
         self.borrowers: set[str] = set()
         self._within = within
@@ -94,6 +100,8 @@ class OwnGroup:
     @cached_property
     def can(self) -> Abilities:
         """The abilities of the backend."""
+        if self.rank == 0:
+            tell_of_unknown(self.backend)
         return self.user.abilities_for(self.device)
 
     @property
@@ -103,8 +111,10 @@ class OwnGroup:
     def open(self) -> None:
         """Creates the clone; a collective call before any other over it.
 
-        A group `within` another one is opened after that one.
+        A group `within` another one opens that one first.
         """
+        if self._within is not None and not self._within.is_open:
+            self._within.open()
         ranks, timeout = self.user.ranks, self.user.timeout
         within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
         if self.num_ranks == 1:
@@ -128,7 +138,7 @@ class OwnGroup:
         Gloo connects in a separate thread. If a rank is gone, that thread would wait forever, and
         it is abandoned.
         """
-        if self.backend != "gloo":
+        if family_of(self.backend) != "gloo":
             return self._clone()
         made = ThreadWork()
         thread = self.worker("undertow-connects")
@@ -340,9 +350,14 @@ class OwnGroup:
         with self._destroying:
             group = self.existing()
             users = self.user.group if self.borrowers else None
+            others = {other() for other in self.others}
             if group is not None:
-                for one in filter(None, {group, users}):
+                for one in filter(None, {group, users, *others}):
                     private.interrupt(one)
+            self.others = ()
+            if others and self.watch.fault is not None and not self.here.wait[0]:
+                # The user's wait ends with an error that names no rank.
+                faults.tell(self.watch.fault.what)
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from undertow.buckets.recorder import Recorder
-from undertow.config import SyncConfig
+from undertow.config import SyncConfig, refused
 from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
@@ -23,6 +23,8 @@ from undertow.engine.progress import Forward
 from undertow.engine.step_events import StepEvents
 from undertow.engine.steps import EngineSteps
 from undertow.errors import PhaseError, require
+from undertow.mesh.axes import everyone, other_groups
+from undertow.mesh.local_tensors import distributed
 from undertow.outer.outer_sync import OuterSync
 from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef
@@ -63,7 +65,13 @@ class GroupSync:
             within = self.all_ranks = OwnGroup(group, device=device, limits=config)
             self.attached.callback(within.close)
             group = group.replica()
-        own = self.group = OwnGroup(group, device=device, limits=config, within=within)
+        mesh = mesh_group(members, group, config)
+        if mesh is not None:
+            within = mesh
+            self.attached.callback(mesh.close)
+        own = self.group = OwnGroup(
+            group, device=device, limits=config, within=within, is_axis=mesh is not None
+        )
         if config.outer is None:
             self.all_ranks = own
         own.here.module = weakref.ref(module)
@@ -130,6 +138,13 @@ class GroupSync:
         """Waits for all parameters that a sharded optimizer updates."""
         self.engine.current_plan.wait_for_parameters()
 
+    def raise_reason(self, error: RuntimeError) -> None:
+        """Called with an error of a forward. Raises the reason if it is a lost rank: on a mesh the
+        forward waits for ranks of other axes, and the transport's error names none."""
+        if self.group.everyone is not self.group:
+            with self.group.waiting():
+                raise error
+
     # The parameters.
 
     def has(self, param: Tensor) -> bool:
@@ -160,7 +175,7 @@ class GroupSync:
             )
             self.engine.checks.loads.settle()
         if "buffers" in kinds:
-            tensors = [buffer.tensor for buffer in self.members.common_buffers.now()]
+            tensors = [buffer.values for buffer in self.members.common_buffers.now()]
             broadcast_in_place(tensors, group, source=source)
         if self.outer is not None:
             self.outer.reset()
@@ -201,6 +216,8 @@ class GroupSync:
         ranks give different `settings`.
         """
         self.require_open("ShardedOptimizer")
+        if distributed(param for _, param in self.members.named_params()):
+            raise refused("shards", "tensor_parallel", where=f"ShardedOptimizer, rank {self.rank}")
         require_outside_of_backward(
             "ShardedOptimizer()",
             where=f"rank {self.rank}",
@@ -281,6 +298,19 @@ class GroupSync:
             self.attached.close()
         if is_backward_due:
             warn_of_late_backward(self.module, [param for _, param in self.members.trained_now()])
+
+
+def mesh_group(members: ModuleParams, group: GroupRef, config: SyncConfig) -> OwnGroup | None:
+    """Returns the group of all ranks of the data axis and of the other axes of a mesh; None if no
+    parameter is distributed over another axis."""
+    params = [param for _, param in members.named_params()]
+    ranks = everyone(params, group.ranks)
+    if ranks == group.ranks:
+        return None
+    whole = GroupRef(ranks, group.backend, group.timeout)
+    made = OwnGroup(whole, device=members.device, limits=config)
+    made.others = [weakref.ref(other) for other in other_groups(params)]
+    return made
 
 
 def _close_dropped(engine: Engine, close: Callable[[], object], process: int) -> None:

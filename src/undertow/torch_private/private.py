@@ -52,6 +52,9 @@ largest_of_each: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = part
 # Counts the writes to a tensor, through itself or its views.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
+# The `__torch_function__` of a subclass whose operations are those of plain tensors.
+no_dispatch: Any = torch._C._disabled_torch_function_impl
+
 # A tensor of a subclass over the memory of another one.
 make_subclass: Any = torch.Tensor._make_subclass
 

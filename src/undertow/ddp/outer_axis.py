@@ -1,0 +1,387 @@
+"""The average across replicas of a model whose parameters torch's `fully_shard` shards.
+
+ranks 0 1    shards of replica 0      torch reduces gradients to shards within a row
+ranks 2 3    shards of replica 1      Undertow averages each shard within a column
+
+Reasons: docs/design/meshes.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from undertow.buckets.fingerprints import fingerprints
+from undertow.config import SyncConfig
+from undertow.engine.checks import mismatch
+from undertow.errors import Desync, ReplicaMismatch, WrongType, require
+from undertow.mesh.axes import everyone
+from undertow.mesh.local_tensors import local_tensor, local_tensors
+from undertow.plan.layout import equal_parts, round_up
+from undertow.ranks.agreement import gather_json, require_agreement, surroundings
+from undertow.ranks.dither import Rotation, Rounding
+from undertow.ranks.exchanges import Exchanges, exchanges_over
+from undertow.ranks.group import GroupRef
+from undertow.ranks.parcels import Encoded, FullWidth, Parcel
+from undertow.ranks.transport import OwnGroup
+from undertow.torch_private import fsdp, private, tables
+from undertow.wire import WIRES
+
+_WHERE = "outer_axis(...)"
+# A message's number of elements is compared modulo this, so that sums of squares are exact.
+_SIZES_TOLD_APART = 1 << 20
+
+
+def outer_axis(
+    module: nn.Module, *, wire: str | None = None, device_mesh: DeviceMesh | None = None
+) -> OuterAxis:
+    """Averages gradients of an FSDP2 model across replicas, in a format if one is asked for.
+
+    Call it after `fully_shard`, before the first forward, on every rank: a collective call.
+
+    Args:
+        module: A model with torch's `fully_shard` on it or on its parts. With a mesh of two
+            dimensions, `mesh["dp_replicate", "dp_shard"]`, torch would average across replicas; it
+            leaves that to Undertow from now on.
+        wire: The format of gradients across replicas, such as "int8"; None is full width, whose
+            results with two replicas are torch's, bit for bit.
+        device_mesh: The dimension across replicas, if `fully_shard` got the other dimension only.
+
+    Returns:
+        The OuterAxis, which counts messages; `close()` gives the average back to torch.
+
+    Raises:
+        ConfigError: If the model or the mesh does not fit.
+        PlanMismatch: On every rank, if replicas differ.
+        ReplicaMismatch: On every rank, if parameters of replicas differ.
+
+    ```python
+    mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp_replicate", "dp_shard"))
+    fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
+    axis = undertow.outer_axis(model, wire="int8")
+    ```
+    """
+    require(
+        isinstance(module, nn.Module),
+        f"module must be a torch.nn.Module, got {type(module).__name__}.",
+        where=f"{_WHERE}, first argument",
+        remedy="Pass the model itself.",
+        error=WrongType,
+    )
+    config = SyncConfig(wire=wire)
+    require(
+        config.wire != "auto",
+        'wire="auto" is not supported: no other format is tried on this axis.',
+        where=_WHERE,
+        remedy='Give a format, such as "int8", or none.',
+    )
+    managed = [(name, part) for name, part in tables.named_modules(module) if fsdp.is_managed(part)]
+    _require_managed(module, managed)
+    return OuterAxis(module, managed, _replicas(managed, device_mesh), config)
+
+
+class OuterAxis:
+    """Averages each shard of gradients with the other replicas' shard; `outer_axis` returns one."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        managed: Sequence[tuple[str, nn.Module]],
+        replicas: dist.ProcessGroup,
+        config: SyncConfig,
+    ) -> None:
+        self.num_reductions = 0
+        self.num_bytes = 0  # that this rank has sent across replicas
+        self.waited_s = 0.0
+        groups = [group for _, part in managed for group in fsdp.param_groups(part)]
+        self._params = [param for group in groups for param in fsdp.params_of(group)]
+        self._names = [name or "the root" for name, part in managed]
+        self._config, self._wire = config, config.wires[1]
+        self._whole, self._group = _own_groups(replicas, groups, self._params, config)
+        weak = weakref.ref(self)  # the finalizer holds the groups
+        self._whole.here.steps = lambda: _progress_of(weak())
+        self._exchanges: Exchanges = exchanges_over(
+            self._group,
+            dataclasses.replace(config, reduction="ordered"),
+            divisor=self._group.num_ranks,
+        )
+        self._parcels: dict[tuple[int, torch.dtype], Parcel] = {}
+        self._turns = Rotation(is_host=self._group.hardware.is_host)
+        self._reduced: set[int] = set()  # modules in this backward
+        self._partial: dict[int, Tensor] = {}  # sums that torch was told not to average yet
+        self._undo = [
+            fsdp.take_over(part, partial(self._reduce, index, fsdp.param_groups(part)))
+            for index, (_, part) in enumerate(managed)
+        ]
+        # torch holds the hooks, and they hold this object, as long as the model exists
+        ends = self._exchanges.close, self._group.close, self._whole.close
+        self._finalizer = weakref.finalize(module, _call_all, ends)
+        self._finalizer.atexit = False  # other ranks may have ended
+        try:
+            self._require_alike(dict(tables.named_parameters(module)))
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        mib = self.num_bytes / 2**20
+        return (
+            f"<OuterAxis of {self._group.num_ranks} replicas, {self._wire or 'full width'}: "
+            f"{self.num_reductions} reductions, {mib:.1f} MiB sent, {self.waited_s:.1f} s waited>"
+        )
+
+    def close(self) -> None:
+        """Gives the average across replicas back to torch; a mesh of one dimension has none."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        self._finalizer()
+
+    def _require_alike(self, named_params: dict[str, Tensor]) -> None:
+        """Compares the replicas; a collective call."""
+        group = self._group
+        if group.num_ranks == 1:
+            return
+        names = {id(param): name for name, param in named_params.items()}
+        labels = [names.get(id(param), str(at)) for at, param in enumerate(self._params)]
+        group.open()
+        require_agreement(
+            group,
+            settings={**surroundings(group), "wire": self._wire, "modules": self._names},
+            params=[
+                {
+                    "name": label,
+                    "shape": list(local_tensor(param).shape),
+                    "dtype": str(param.dtype),
+                }
+                for label, param in zip(labels, self._params, strict=True)
+            ],
+        )
+        params = {
+            label: local_tensor(param)
+            for label, param in zip(labels, self._params, strict=True)
+            if not param.is_meta
+        }
+        what = "the comparison of the replicas' parameters"
+        values = fingerprints(list(params.values()), device=group.device)
+        rows = group.all_gather(values, what).result().tolist()
+        errors = [
+            mismatch(
+                name,
+                dict(zip(group.names, of_ranks, strict=True)),
+                where=_WHERE,
+                remedy="Initialize all replicas with the same seed, or load the same weights.",
+            )
+            for name, of_ranks in zip(params, zip(*rows, strict=True), strict=True)
+            if len(set(of_ranks)) > 1
+        ]
+        # Ranks with other shards would wait for these in the first forward.
+        told = gather_json(group.everyone, str(errors[0]) if errors else "", waits_for=what)
+        if any(told):
+            raise errors[0] if errors else ReplicaMismatch(next(filter(None, told)))
+
+    @private.untraced
+    @torch.no_grad()
+    def _reduce(self, index: int, groups: Sequence[Any], values: Tensor) -> None:
+        """Called by torch in a backward, with this rank's shards of the gradients of a module, and
+        replaces them by the mean over replicas.
+
+        values: [numel of the shards]
+        """
+        if self._group.num_ranks == 1:
+            return
+        if index in self._partial:
+            values.add_(self._partial.pop(index))
+        if not all(map(fsdp.all_reduces, groups)):
+            self._partial[index] = values.clone()
+            values.zero_()  # torch adds it to `.grad`
+            return
+        group, began_s = self._group, time.perf_counter()
+        group.watch.check()
+        if index in self._reduced or not self._reduced:  # a backward begins
+            self._reduced.clear()
+            self._turns.advance(local_tensors(self._params))
+        self._reduced.add(index)
+        parcel = self._parcel(values)
+        trailer = self._trailer(index, values)
+        name = f"the gradients of {self._names[index]!r}, across replicas"
+        with group.waiting(name):
+            is_alike = partial(self._is_alike, index, values)
+            handle = self._exchanges.all_reduce(values, parcel, trailer=trailer, is_alike=is_alike)
+            group.makes_call(name)
+            handle.wait()
+        if group.hardware.is_host and not self._is_alike(index, values, trailer):
+            raise self._in_another_order(index, values)
+        self.num_reductions += 1
+        self.num_bytes += _sent_bytes(parcel, group, values)
+        self.num_bytes += (group.num_ranks - 1) * trailer.nbytes
+        self.waited_s += time.perf_counter() - began_s
+
+    def _parcel(self, values: Tensor) -> Parcel:
+        """Returns how a message travels in this backward."""
+        group, numel = self._group, values.numel()
+        key = numel, values.dtype
+        if key not in self._parcels:
+            block = 1 if self._wire is None else WIRES[self._wire].block
+            part_numel = round_up(-(-numel // group.num_ranks), block)
+            parts = equal_parts(group.num_ranks, part_numel, stop=numel)
+            if self._wire is None:
+                self._parcels[key] = FullWidth(parts)
+            else:
+                self._parcels[key] = Encoded(
+                    WIRES[self._wire],
+                    values.dtype,
+                    numel // block * block,
+                    parts,
+                    is_host=group.hardware.is_host,
+                )
+        parcel = self._parcels[key]
+        if isinstance(parcel, FullWidth):
+            return parcel
+        parcel.codings.clear()
+        return parcel.dithered(self._turns.now, Rounding.OWN, rank=group.rank, device=values.device)
+
+    def _trailer(self, index: int, values: Tensor) -> Tensor:
+        """Returns the numbers by which replicas find that they reduce the same module: the sums of
+        numbers and of squares are those of equal numbers only if all are equal. [4] float64"""
+        numbers = [float(index), float(values.numel() % _SIZES_TOLD_APART)]
+        told = [*numbers, *(number * number for number in numbers)]
+        return self._group.hardware.to_device(told, torch.float64)
+
+    def _is_alike(self, index: int, values: Tensor, trailer: Tensor) -> bool:
+        expected = self._trailer(index, values) * self._group.num_ranks
+        return torch.equal(trailer, expected)
+
+    def _in_another_order(self, index: int, values: Tensor) -> Desync:
+        name, numel = self._names[index], values.numel()
+        texts = self._group.watch.ask(f"{name!r}, {numel} elements")
+        listed = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(texts.items()))
+        return Desync(
+            "replicas reduce gradients of different modules, or of different parameters of one.",
+            where=f"a backward, reduction {self.num_reductions}, rank {self._group.name}{listed}",
+            remedy="Use the same modules in the same order on every replica. If parts stay unused "
+            "on some, call set_reduce_scatter_unused_params() of FSDPModule.",
+        )
+
+
+def _require_managed(module: nn.Module, managed: Sequence[tuple[str, nn.Module]]) -> None:
+    require(
+        managed,
+        f"{type(module).__name__} has no module that torch's fully_shard manages.",
+        where=_WHERE,
+        remedy="Call fully_shard first; without it use DistributedDataParallel or attach.",
+    )
+    for name, part in managed:
+        groups = fsdp.param_groups(part)
+        named = f"module {name!r}" if name else "the model"
+        require(
+            len(groups) <= 1,
+            f"parameters of {named} have several meshes, and torch has one hook for all.",
+            where=_WHERE,
+            remedy="Shard all parameters of a module over one mesh.",
+        )
+        for group in groups:
+            require(
+                fsdp.is_sharded(group),
+                f"{named} is managed by torch's replicate, and has no shards.",
+                where=_WHERE,
+                remedy="Leave replicate out, and use DistributedDataParallel or attach.",
+            )
+            require(
+                not fsdp.has_own_divisor(group),
+                f"{named} has its own divisor, which counts torch's ranks and not the replicas.",
+                where=_WHERE,
+                remedy="Leave set_gradient_divide_factor out, and scale the loss.",
+            )
+
+
+def _replicas(
+    managed: Sequence[tuple[str, nn.Module]], device_mesh: DeviceMesh | None
+) -> dist.ProcessGroup:
+    """Returns the ranks of the replicas that have the same shards.
+
+    Raises ConfigError unless it is given once, and alike for all modules.
+    """
+    groups = [group for _, part in managed for group in fsdp.param_groups(part)]
+    of_torch = {fsdp.replicas_of(group) for group in groups}
+    require(
+        len(of_torch) == 1,
+        "fully_shard got different meshes for different modules.",
+        where=_WHERE,
+        remedy="Give all modules one mesh.",
+    )
+    (found,) = of_torch
+    require(
+        (found is None) != (device_mesh is None),
+        "the dimension across replicas is not given."
+        if found is None
+        else "the dimension across replicas is given twice: to fully_shard, and as device_mesh.",
+        where=_WHERE,
+        remedy='Give device_mesh=mesh["dp_replicate"]; or shard over '
+        'mesh["dp_replicate", "dp_shard"] and leave device_mesh out.',
+    )
+    if device_mesh is not None:
+        require(
+            device_mesh.ndim == 1,
+            f"device_mesh must have one dimension, got {device_mesh}.",
+            where=_WHERE,
+            remedy='Give device_mesh=mesh["dp_replicate"].',
+        )
+        found = device_mesh.get_group()
+    assert found is not None
+    shards = set(dist.get_process_group_ranks(fsdp.shards_of(groups[0])))
+    both = shards.intersection(dist.get_process_group_ranks(found))
+    require(
+        len(both) == 1,
+        f"ranks {', '.join(map(str, sorted(both)))} have shards of one replica: this dimension is "
+        "not across replicas.",
+        where=_WHERE,
+        remedy="Give the other dimension of the mesh.",
+    )
+    return found
+
+
+def _own_groups(
+    replicas: dist.ProcessGroup,
+    groups: Sequence[Any],
+    params: Sequence[Tensor],
+    config: SyncConfig,
+) -> tuple[OwnGroup, OwnGroup]:
+    """Returns the group of all ranks of both dimensions, and the group across replicas in it."""
+    reference = GroupRef.of(replicas)
+    device = local_tensor(params[0]).device if params else torch.device("cpu")
+    together = everyone(params, reference.ranks)
+    whole = OwnGroup(
+        GroupRef(together, reference.backend, reference.timeout), device=device, limits=config
+    )
+    whole.others = [weakref.ref(fsdp.shards_of(group)) for group in groups]
+    return whole, OwnGroup(reference, device=device, limits=config, within=whole, is_axis=True)
+
+
+def _sent_bytes(parcel: Parcel, group: OwnGroup, values: Tensor) -> int:
+    """Returns the bytes that this rank sends: the others' parts, and the mean of its own to all."""
+    rank, others = group.rank, group.num_ranks - 1
+    sizes = (
+        parcel.sizes
+        if isinstance(parcel, Encoded)
+        else [len(part) * values.itemsize for part in parcel.parts]
+    )
+    return sum(sizes) - sizes[rank] + others * sizes[rank]
+
+
+def _progress_of(axis: OuterAxis | None) -> tuple[int, bool]:
+    return (0 if axis is None else axis.num_reductions), True
+
+
+def _call_all(functions: Sequence[Any]) -> None:
+    for function in functions:
+        function()

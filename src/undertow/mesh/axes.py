@@ -1,0 +1,181 @@
+"""The ranks of the axes beside the data-parallel one.
+
+mesh ("dp", "tp")    data axis of rank 0       others of rank 0      everyone
+0 1                  0, 2                      0, 1                  0, 1, 2, 3
+2 3
+
+Reasons: docs/design/meshes.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from undertow.config import SyncConfig, refused
+from undertow.errors import WrongType, require, suggestion
+from undertow.mesh.local_tensors import distributed
+from undertow.torch_private import dtensors, fsdp, tables
+
+
+def data_mesh(mesh: DeviceMesh | None, dims: object | None) -> DeviceMesh | None:
+    """Returns the data-parallel dimensions of a mesh, as torch's DataParallelMeshDims names them:
+    one dimension, or the one that replicates and the one that shards.
+
+    Several dimensions become one if all are of one kind. The mesh itself without `dims`. Raises
+    ConfigError if it does not have them.
+    """
+    if dims is None:
+        return mesh
+    where = "dp_mesh_dims"
+    kinds = [getattr(dims, name, None) for name in ("replicate_names", "shard_names")]
+    require(
+        None not in kinds,
+        f"dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims, got "
+        f"{type(dims).__name__}.",
+        where=where,
+        remedy='Write DataParallelMeshDims(replicate="dp"), or device_mesh=mesh["dp"].',
+        error=WrongType,
+    )
+    require(
+        mesh is not None,
+        "dp_mesh_dims names dimensions of a mesh, and no mesh is given.",
+        where=where,
+        remedy="Give device_mesh, the whole mesh.",
+    )
+    assert mesh is not None
+    known = mesh.mesh_dim_names or ()
+    given: list[tuple[str, ...]] = [names for names in kinds if names]
+    for name in chain.from_iterable(given):
+        require(
+            name in known,
+            f"the mesh has no dimension {name!r}.",
+            where=where,
+            remedy=suggestion(
+                name, known, instead="" if known else "Name them: mesh_dim_names=(...)."
+            ),
+        )
+    if len(given) == 1 and len(given[0]) > 1:
+        return dtensors.flattened(mesh, given[0])
+    names = tuple(chain.from_iterable(given))
+    require(
+        len(names) == len(given),
+        f"dp_mesh_dims has several dimensions of one kind, and one of the other: {given}.",
+        where=where,
+        remedy="Make a mesh with one dimension that replicates and one that shards.",
+    )
+    return mesh[names]
+
+
+def require_fits(
+    named_params: Sequence[tuple[str, Tensor]], ranks: Sequence[int], config: SyncConfig
+) -> None:
+    """Raises ConfigError if the settings, or the `ranks` of the data axis, do not fit parameters
+    that are DTensors."""
+    if not distributed(param for _, param in named_params):
+        return
+    require_data_axis(named_params, ranks)
+    where = f"gradients are averaged over ranks {_listed(ranks)}"
+    if config.outer is not None:
+        raise refused("outer", "tensor_parallel", where=where)
+    if config.experts:
+        raise refused("experts", "tensor_parallel", where=where)
+
+
+def require_distributed_before(
+    before: Iterable[tuple[str, Tensor]], after: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raises ConfigError if a parameter of `before` has become a DTensor."""
+    were_plain = {name for name, param in before if not dtensors.is_dtensor(param)}
+    for name, param in after:
+        require(
+            name not in were_plain or not dtensors.is_dtensor(param),
+            f"the model was parallelized after it was wrapped: parameter {name!r} is a DTensor "
+            "now.",
+            where="a module whose gradients are averaged",
+            remedy="Call parallelize_module() first, and wrap the model after it.",
+        )
+
+
+def require_data_axis(named_params: Iterable[tuple[str, Tensor]], ranks: Sequence[int]) -> None:
+    """Raises ConfigError if a parameter is distributed over some of the `ranks` of the data axis,
+    by torch's fully_shard or because the axis is a tensor-parallel one."""
+    for name, param in named_params:
+        for dtensor in _dtensors([param]):
+            mesh = dtensor.device_mesh
+            shared = set(mesh.mesh.flatten().tolist()).intersection(ranks)
+            require(
+                len(shared) < 2,
+                f"{_named(mesh)} is not a data-parallel axis: ranks {_listed(shared)} hold "
+                f"different parts of parameter {name!r}.",
+                where=f"gradients are averaged over ranks {_listed(ranks)}",
+                remedy='Give the data-parallel axis of the mesh, such as device_mesh=mesh["dp"], '
+                "and distribute parameters over other axes only.",
+            )
+
+
+def require_unmanaged(module: nn.Module, *, caller: str) -> None:
+    """Raises ConfigError if torch's fully_shard or replicate averages gradients of the module."""
+    for name, part in tables.named_modules(module):
+        require(
+            not fsdp.is_managed(part),
+            f"{f'module {name!r}' if name else 'the model'} is managed by torch's fully_shard or "
+            "replicate, which averages its gradients itself.",
+            where=f"{caller}(...)",
+            remedy="Leave fully_shard out; or keep it, and call undertow.outer_axis(model), which "
+            "averages across replicas only.",
+        )
+
+
+def everyone(params: Iterable[Tensor], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the ranks of the data axis and of all axes on which a parameter is distributed.
+
+    A mesh knows its neighbors if it is a part of a larger one. Otherwise these are the ranks of the
+    data axis only.
+    """
+    meshes = dict.fromkeys(param.device_mesh for param in _dtensors(params))
+    found = set(ranks)
+    for mesh in meshes:
+        whole = dtensors.root_of(mesh).mesh
+        places = [(whole == rank).nonzero().tolist() for rank in ranks]
+        if not all(places):
+            return ranks
+        own = _places_of(mesh.mesh.flatten().tolist(), whole)
+        varies = [len(set(axis)) > 1 for axis in zip(*own, strict=True)]
+        for (place,) in places:
+            at = tuple(
+                slice(None) if is_other else index
+                for index, is_other in zip(place, varies, strict=True)
+            )
+            found.update(whole[at].flatten().tolist())
+    return tuple(sorted(found))
+
+
+def other_groups(params: Iterable[Tensor]) -> list[dist.ProcessGroup]:
+    """Returns the groups of this rank over which parameters are distributed."""
+    meshes: Any = dict.fromkeys(param.device_mesh for param in _dtensors(params))
+    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()))
+
+
+def _dtensors(params: Iterable[Tensor]) -> list[Any]:
+    return list(distributed(params))
+
+
+def _places_of(ranks: Sequence[int], whole: Tensor) -> list[list[int]]:
+    return [(whole == rank).nonzero()[0].tolist() for rank in ranks]
+
+
+def _named(mesh: Any) -> str:
+    names = mesh.mesh_dim_names
+    if not names:
+        return str(mesh)
+    return f"the mesh axis {' and '.join(map(repr, names))}"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,189 @@
+"""The tensors that DTensors hold on this rank, and the way back.
+
+    parameter   DTensor ──> LocalParam     memory, shape and strides of this rank's part
+    .grad       DTensor <── its part       set and read through LocalParam: one gradient, no copy
+
+Buckets hold the parts, and never see a DTensor. A plain tensor stands for itself.
+
+Reasons: docs/design/meshes.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from undertow.errors import ConfigError
+from undertow.torch_private import dtensors, private
+
+Waiting = Callable[[str], AbstractContextManager[object]]
+
+
+class LocalParam(Tensor):
+    """This rank's part of a parameter that is a DTensor. Its `.grad` is the part of the
+    parameter's `.grad`, which is set to a DTensor of the parameter's placements.
+
+    It is made for the buckets of a plan, and has the parameter's memory of that moment.
+    """
+
+    param: Any  # the DTensor
+    _spec: Any  # of its gradient
+
+    # Its operations are those of a plain tensor, and so are their results.
+    __torch_function__ = private.no_dispatch
+
+    @property
+    def grad(self) -> Tensor | None:
+        grad = self.param.grad
+        if grad is None:
+            return None
+        if grad.placements != self._spec.placements:
+            raise _other_placements(grad, self._spec)
+        return grad.to_local() if grad.requires_grad else dtensors.local_of(grad)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is None:
+            self.param.grad = None
+            return
+        if value.dtype != self._spec.tensor_meta.dtype:
+            self._spec = dtensors.spec_for_gradient(self.param, value.dtype)
+        self.param.grad = dtensors.dtensor_of(value, self._spec)
+
+
+def local_params(params: Iterable[Tensor]) -> list[Tensor]:
+    """Returns what buckets hold in place of these parameters: a `LocalParam` for each DTensor."""
+    return [_local_param(param) if dtensors.is_dtensor(param) else param for param in params]
+
+
+def _local_param(param: Any) -> LocalParam:
+    local = dtensors.local_of(param).detach()
+    made: LocalParam = private.make_subclass(LocalParam, local, False)
+    made.param = param
+    made._spec = dtensors.spec_for_gradient(param, private.gradient_dtype(param))
+    return made
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns this rank's present part of a DTensor, or the tensor itself."""
+    if isinstance(tensor, LocalParam):
+        tensor = tensor.param
+    return dtensors.local_of(tensor) if dtensors.is_dtensor(tensor) else tensor
+
+
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list(map(local_tensor, tensors))
+
+
+def distributed(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the DTensors among these."""
+    return list(filter(dtensors.is_dtensor, tensors))
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns the addresses of this rank's parts."""
+    return [local_tensor(tensor).data_ptr() for tensor in tensors]
+
+
+def placement_of(tensor: Tensor) -> dict[str, Any]:
+    """Describes the placement of a DTensor as ranks of the data axis must agree on it; nothing for
+    a plain tensor."""
+    dtensor: Any = tensor.param if isinstance(tensor, LocalParam) else tensor
+    if not dtensors.is_dtensor(dtensor):
+        return {}
+    mesh = dtensor.device_mesh
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    return {
+        "placements": list(map(str, dtensor.placements)),
+        "shape on all ranks": list(dtensor.shape),
+        "mesh": dict(zip(map(str, names), mesh.shape, strict=True)),
+        "place on the mesh": mesh.get_coordinate(),
+    }
+
+
+class KeptPlacements:
+    """Hooks on parameters that are DTensors: a gradient that arrives with other placements, such as
+    a partial sum of a norm under sequence parallelism, is redistributed to the parameter's.
+
+    That is a collective of the parameter's mesh, in the order in which gradients arrive there.
+    `waiting(name)` is a context for it.
+    """
+
+    def __init__(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+        self._hooks: dict[Tensor, tuple[str, RemovableHandle]] = {}  # by identity; with the name
+        # The ranks over which gradients may be redistributed, all in one order; none if each
+        # parameter is cut on every axis, so that no gradient is a partial sum.
+        self.axis: tuple[int, ...] = ()
+        self._order: list[str] = []
+
+    def follow(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
+        """Hooks the DTensors among these, frozen ones included, and no others."""
+        wanted = {
+            param: name
+            for name, param in named_params
+            if dtensors.is_dtensor(param) and private.may_train(param)
+        }
+        for param in self._hooks.keys() - wanted.keys():
+            self._hooks.pop(param)[1].remove()
+        for param, name in wanted.items():
+            if param not in self._hooks:
+                self._hooks[param] = name, private.hook_gradients(param, self._arrives)
+        self.axis = tuple(sorted(set(chain.from_iterable(map(_whole_on, wanted)))))
+
+    def take_order(self) -> list[str]:
+        """Returns the names of the gradients that may have been partial sums, as they arrived since
+        the last call."""
+        order, self._order = self._order, []
+        return order
+
+    @private.untraced
+    def _arrives(self, param: Any) -> None:
+        grad, (name, _) = param.grad, self._hooks[param]
+        if _whole_on(param):  # also if torch has redistributed it, to add it to an earlier one
+            self._order.append(name)
+        if grad is None or grad.placements == param.placements:
+            return
+        if grad.device_mesh != param.device_mesh:
+            raise _other_mesh(grad, param)
+        with torch.no_grad(), self._waiting(f"the gradient of {name!r}, over {_axes(param)}"):
+            param.grad = grad.redistribute(param.device_mesh, param.placements)
+
+
+def _whole_on(dtensor: Any) -> list[int]:
+    """Returns the ranks of a parameter's mesh if a gradient of it may be a partial sum there."""
+    is_whole = any(placement.is_replicate() for placement in dtensor.placements)
+    ranks: list[int] = dtensor.device_mesh.mesh.flatten().tolist()
+    return ranks if is_whole else []
+
+
+def _axes(dtensor: Any) -> str:
+    names = dtensor.device_mesh.mesh_dim_names
+    return f"mesh axis {', '.join(map(repr, names))}" if names else str(dtensor.device_mesh)
+
+
+def _other_placements(grad: Any, spec: Any) -> ConfigError:
+    return ConfigError(
+        f"a gradient has the placements {_text(grad.placements)}, and its parameter has "
+        f"{_text(spec.placements)}.",
+        where=f"a parameter of shape {tuple(spec.shape)} on a mesh, whose gradient was assigned",
+        remedy="Assign grad.redistribute(param.device_mesh, param.placements).",
+    )
+
+
+def _other_mesh(grad: Any, param: Any) -> ConfigError:
+    return ConfigError(
+        f"a gradient is on {_axes(grad)}, and its parameter on {_axes(param)}.",
+        where=f"a parameter of shape {tuple(param.shape)}",
+        remedy="Give inputs and parameters of a layer the same mesh.",
+    )
+
+
+def _text(placements: Sequence[object]) -> str:
+    return ", ".join(map(str, placements))

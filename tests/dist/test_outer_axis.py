@@ -1,0 +1,186 @@
+"""FSDP2 on 2 x 2 ranks, with the average across replicas by Undertow."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from support.errors import text_of
+from support.inside import bytes_given_to_gloo
+from support.levels import some
+from support.ranks import in_ranks
+from support.sharded import mesh_of
+from support.tensor_parallel import parts, require_same_parts
+from undertow import ConfigError, Desync, PlanMismatch, ReplicaMismatch, UndertowError, attach, outer_axis
+
+WIDTH = 256
+NAMES = ("dp_replicate", "dp_shard")
+ON_A_MESH = in_ranks(4, is_fresh=True, timeout_s=240.0)
+
+
+class Net(nn.Module):
+    """A part of it is used only if it `is_deep`; weights are large beside the scales of blocks of a format."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 3)
+        self.is_deep = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(self.second(x).relu() if self.is_deep else x)
+
+
+def sharded(mesh: DeviceMesh, *, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    net = Net()
+    for part in (net.first, net.second, net):
+        fully_shard(part, mesh=mesh)
+    return net
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+@contextlib.contextmanager
+def meshes() -> Iterator[DeviceMesh]:
+    with mesh_of(2, 2, names=NAMES) as mesh:
+        yield mesh
+
+
+def train(net: Any, steps: Sequence[int], *, num_micro_batches: int = 1, holds: str = "") -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for step in steps:
+        for place in range(num_micro_batches):
+            if holds:
+                getattr(net, holds)(place == num_micro_batches - 1)
+            net(batch(num_micro_batches * step + place)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["two dimensions", "one dimension"])
+@ON_A_MESH
+def test_full_width_has_the_bits_of_torchs_own_average(way: str) -> None:
+    with meshes() as mesh:
+        is_flat = way == "one dimension"
+        ours = sharded(mesh["dp_shard"] if is_flat else mesh[NAMES])
+        axis = outer_axis(ours, device_mesh=mesh["dp_replicate"] if is_flat else None)
+        reference = sharded(mesh[NAMES])
+        for holds in ("", "set_requires_gradient_sync", *(() if is_flat else ("set_requires_all_reduce",))):
+            for net in (ours, reference):
+                train(net, range(3), num_micro_batches=3 if holds else 1, holds=holds)
+            for (name, param, _), (_, wanted, _) in zip(parts(ours), parts(reference), strict=True):
+                assert torch.equal(param, wanted), f"{name} differs after {holds or 'plain steps'}"
+        assert axis.num_reductions > 0
+        axis.close()
+
+
+@ON_A_MESH
+def test_int8_sends_a_quarter_of_the_bytes_and_replicas_stay_alike() -> None:
+    with meshes() as mesh:
+        sent, nets = {}, {}
+        for wire in (None, "int8"):
+            net = nets[wire] = sharded(mesh[NAMES])
+            axis = outer_axis(net, wire=wire)
+            with bytes_given_to_gloo() as counted:
+                train(net, range(4))
+            assert axis.num_bytes == sum(counted.values())
+            sent[wire] = axis.num_bytes
+            assert ("int8" if wire else "full width") in repr(axis)
+            axis.close()
+        # A quarter, one scale of 4 bytes for each 512 values, the rest of a module below a block, and trailers.
+        assert sent["int8"] <= 0.27 * sent[None]
+        for (name, param, _), (_, wanted, _) in zip(parts(nets["int8"]), parts(nets[None]), strict=True):
+            first = param.clone()
+            dist.broadcast(first, group=mesh.get_group("dp_replicate"), group_src=0)
+            assert torch.equal(first, param), f"{name} differs between replicas"
+            # Four steps of AdamW, each of at most lr = 0.01 in either direction.
+            assert (param - wanted).abs().max() <= 2 * 4 * 0.0101, name
+
+
+@ON_A_MESH
+def test_after_close_the_average_is_torchs_again() -> None:
+    with meshes() as mesh:
+        ours, reference = sharded(mesh[NAMES]), sharded(mesh[NAMES])
+        outer_axis(ours).close()
+        for net in (ours, reference):
+            train(net, range(2))
+        require_same_parts(ours, reference)
+
+
+@ON_A_MESH
+def test_replicas_that_use_other_modules_are_an_error_on_all_of_them() -> None:
+    with meshes() as mesh:
+        net = sharded(mesh[NAMES])
+        axis = outer_axis(net, wire="int8")
+        net.is_deep = mesh.get_local_rank("dp_replicate") == 0
+        text = text_of(Desync, lambda: net(batch(0)).sum().backward())
+        assert text.startswith("replicas reduce gradients of different modules")
+        assert "'second'" in text, text
+        assert "'the root'" in text, text
+        axis.close()
+
+
+def other_width(mesh: DeviceMesh) -> Callable[[], object]:
+    torch.manual_seed(0)
+    net = fully_shard(nn.Linear(4, 4 + 2 * mesh.get_local_rank("dp_replicate")), mesh=mesh["dp_shard"])
+    return lambda: outer_axis(net, device_mesh=mesh["dp_replicate"])
+
+
+def other_values(mesh: DeviceMesh) -> Callable[[], object]:
+    net = sharded(mesh[NAMES], seed=mesh.get_local_rank("dp_replicate"))
+    return lambda: outer_axis(net)
+
+
+def divided(mesh: DeviceMesh) -> Callable[[], object]:
+    net = sharded(mesh[NAMES])
+    net.last.bias.data.zero_()
+    assert isinstance(net, FSDPModule)
+    net.set_gradient_divide_factor(3.0)
+    return lambda: outer_axis(net)
+
+
+REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[UndertowError], str]] = {
+    "plain": (
+        lambda _: lambda: outer_axis(nn.Linear(1, 1)),
+        ConfigError,
+        "Linear has no module that torch's fully_shard manages.",
+    ),
+    "no replicas": (
+        lambda mesh: lambda: outer_axis(sharded(mesh["dp_shard"])),
+        ConfigError,
+        "the dimension across replicas is not given.",
+    ),
+    "twice": (
+        lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), device_mesh=mesh["dp_replicate"]),
+        ConfigError,
+        "the dimension across replicas is given twice",
+    ),
+    "shards": (
+        lambda mesh: lambda: outer_axis(sharded(mesh["dp_shard"]), device_mesh=mesh["dp_shard"]),
+        ConfigError,
+        "have shards of one replica: this dimension is not across replicas.",
+    ),
+    "format": (lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), wire="int4"), ConfigError, "int4"),
+    "auto": (lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), wire="auto"), ConfigError, 'wire="auto" is not supported'),
+    "divisor": (divided, ConfigError, "has its own divisor"),
+    "attach": (lambda mesh: lambda: attach(sharded(mesh[NAMES])), ConfigError, "call undertow.outer_axis(model)"),
+    "width": (other_width, PlanMismatch, "is [2, 4] on rank 0 and [3, 4] on rank 2"),
+    "values": (other_values, ReplicaMismatch, "parameter 'last.weight' has other values on rank "),
+}
+
+
+@pytest.mark.parametrize("what", some(REFUSED, most=4))
+@ON_A_MESH
+def test_each_mistake_is_an_error_that_says_what_to_do(what: str) -> None:
+    make, error, text = REFUSED[what]
+    with meshes() as mesh:
+        assert text in text_of(error, make(mesh))

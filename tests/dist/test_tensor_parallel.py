@@ -1,0 +1,443 @@
+"""Data parallelism of models that torch's parallelize_module has distributed over another axis, on 2 x 2 ranks."""
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims as Dims
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from support.errors import text_of
+from support.levels import some
+from support.ranks import in_ranks
+from support.sharded import mesh_of
+from support.tensor_parallel import (
+    GPT,
+    gpt,
+    mean_by_hand,
+    mesh_of_four,
+    on_mesh_of,
+    parallelized,
+    parts,
+    placed,
+    require_same_parts,
+    tokens,
+)
+from undertow import (
+    ConfigError,
+    Desync,
+    DistributedDataParallel,
+    NonFiniteGradient,
+    Outer,
+    PlanMismatch,
+    ShardedOptimizer,
+    SyncConfig,
+    WrongType,
+    attach,
+)
+
+STEPS = 20
+# Fresh ranks: torch caches what an operation of DTensors does by mesh, with groups that a test has destroyed.
+ON_A_MESH = in_ranks(4, is_fresh=True, timeout_s=240.0)
+
+
+@contextlib.contextmanager
+def on_mesh(**settings: Any) -> Iterator[tuple[DeviceMesh, DistributedDataParallel, GPT]]:
+    """A wrapped model, and a bare one of the same values."""
+    with mesh_of_four() as mesh:
+        model = DistributedDataParallel(gpt(mesh), device_mesh=mesh["dp"], config=SyncConfig(**settings))
+        yield mesh, model, gpt(mesh)
+        model.close()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@ON_A_MESH
+def test_steps_are_those_of_torchs_replicate_and_of_a_single_process() -> None:
+    with on_mesh() as (mesh, model, other):
+        other = replicate(other, mesh=mesh["dp"])
+        alone = gpt()
+        trained = [(net, adamw(net)) for net in (model, other, alone)]
+        for step in range(STEPS):
+            for net, optimizer in trained:
+                replicas = [mesh["dp"].get_local_rank()] if net is not alone else [0, 1]
+                optimizer.zero_grad()
+                for replica in replicas:
+                    (net(tokens(step, replica)) / len(replicas)).backward()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+                optimizer.step()
+            require_same_parts(model.module, other)
+        for (name, param), (_, wanted) in zip(model.module.named_parameters(), alone.named_parameters(), strict=True):
+            assert isinstance(param, DTensor)
+            # Steps of AdamW from sums in another order: a few units of the last place of fp32, times lr / eps-free ratios.
+            torch.testing.assert_close(
+                param.full_tensor(), wanted, rtol=2e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def runs(seed: int) -> list[list[str]]:
+    """The micro-batches of a few steps: "shallow" leaves the last block out on the first replica."""
+    drawn = random.Random(seed)
+    steps = [
+        [drawn.choice(("deep", "deep", "shallow", "frozen", "fails")) for _ in range(drawn.choice((1, 1, 2, 3)))]
+        for _ in range(5)
+    ]
+    # A failed backward is the last of its step: nothing is stepped on.
+    return [[kind for kind in step[:-1] if kind != "fails"] + step[-1:] for step in steps]
+
+
+class Stop(Exception):
+    """A backward fails."""
+
+
+def micro_batch(net: nn.Module, kind: str, batch: Tensor, replica: int) -> None:
+    bare: Any = net.module if isinstance(net, DistributedDataParallel) else net
+    bare.is_deep = kind != "shallow" or replica == 1
+    bare.blocks[0].mlp.up.requires_grad_(kind != "frozen")
+
+    def stop(_: Tensor) -> None:
+        raise Stop
+
+    hook = bare.blocks[0].norm1.weight.register_hook(stop) if kind == "fails" else None
+    try:
+        net(batch).backward()
+        placed(bare)
+    finally:
+        if hook is not None:
+            hook.remove()
+        bare.blocks[0].mlp.up.requires_grad_(True)
+
+
+@pytest.mark.parametrize("seed", some(range(3), most=2))
+@ON_A_MESH
+def test_drawn_programs_have_the_gradients_of_a_mean_by_hand(seed: int) -> None:
+    with on_mesh() as (mesh, model, bare):
+        replica, data = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+        optimizers = [adamw(model), adamw(bare)]
+        for number, step in enumerate(runs(seed)):
+            has_failed = step[-1] == "fails"
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for net in (model, bare):
+                for place, kind in enumerate(step):
+                    batch, is_last = tokens(10 * number + place, replica), place == len(step) - 1
+                    held = contextlib.nullcontext() if is_last or net is bare else model.no_sync()
+                    with held, pytest.raises(Stop) if kind == "fails" else contextlib.nullcontext():
+                        micro_batch(net, kind, batch, replica)
+            if has_failed:
+                continue
+            mean_by_hand(bare, data)
+            require_same_parts(model.module, bare)
+            for optimizer in optimizers:
+                optimizer.step()
+            require_same_parts(model.module, bare)
+
+
+WRAP: dict[str, Callable[..., Any]] = {"DistributedDataParallel": DistributedDataParallel, "attach": attach}
+
+
+@ON_A_MESH
+def test_gradients_are_views_of_buckets_and_what_users_ask_for_is_told_as_without_a_mesh() -> None:
+    with mesh_of_four() as mesh:
+        _ask(mesh)
+
+
+def _ask(mesh: DeviceMesh) -> None:
+    bare = gpt(mesh)
+    sync = attach(bare, device_mesh=mesh["dp"], config=SyncConfig(check_replicas_every=1))
+    bare.is_deep = False
+    bare(tokens(0, mesh["dp"].get_local_rank())).backward()
+    for _, _, grad in parts(bare):
+        assert grad is None or grad.untyped_storage().nbytes() > grad.nbytes
+    assert set(sync.unused_parameters) == {name for name, _ in bare.named_parameters() if name.startswith("blocks.1.")}
+    weight = bare.blocks[0].mlp.up.weight
+    assert sync.full_gradient(weight) is weight.grad
+    assert sync.named_parameters() == list(bare.named_parameters())
+    assert sync.plan.params[0].shape == tuple(next(bare.parameters()).to_local().shape)
+    torch.optim.SGD(bare.parameters(), lr=0.1).step()
+    assert "bucket" in str(sync.report())
+    sync.broadcast_parameters()
+    sync.close()
+
+
+@ON_A_MESH
+def test_rank_0_of_each_data_axis_gives_its_parameters_and_buffers() -> None:
+    with mesh_of_four() as mesh:
+        for wrap in WRAP.values():
+            _share(mesh, wrap)
+
+
+def _share(mesh: DeviceMesh, wrap: Callable[..., Any]) -> None:
+    bare = gpt(mesh, seed=mesh["dp"].get_local_rank())
+    whole = torch.arange(4.0) + 10 * mesh["dp"].get_local_rank()
+    bare.register_buffer("scale", on_mesh_of(bare.head.weight, whole))
+    synced = wrap(bare, device_mesh=mesh["dp"])
+    reference = gpt(mesh, seed=0)
+    reference.register_buffer("scale", on_mesh_of(reference.head.weight, torch.arange(4.0)))
+    require_same_parts(bare, reference)
+    assert torch.equal(bare.scale.to_local(), torch.arange(4.0))
+    with torch.no_grad():
+        bare.scale.to_local().add_(float(mesh["dp"].get_local_rank()))
+    (synced if wrap is DistributedDataParallel else bare)(tokens(0, 0)).backward()  # copies rank 0's again
+    assert torch.equal(bare.scale.to_local(), torch.arange(4.0))
+    synced.close()
+
+
+@ON_A_MESH
+def test_a_format_leaves_equal_bits_on_a_data_axis_near_to_those_in_full_width() -> None:
+    with on_mesh(wire="int8") as (mesh, model, bare):
+        replica, data = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+        for net in (model, bare):
+            net(tokens(0, replica)).backward()
+        mean_by_hand(bare, data)
+        for (name, _, grad), (_, _, wanted) in zip(parts(model.module), parts(bare), strict=True):
+            assert grad is not None
+            assert wanted is not None
+            first = grad.clone()
+            dist.broadcast(first, group=data, group_src=0)
+            assert torch.equal(first, grad), name
+            # int8 has 127 units to the largest value of a block, and a value is rounded twice, by up to a unit.
+            assert (grad - wanted).abs().max() <= 2 * 2 * wanted.abs().max() / 127, name
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+@ON_A_MESH
+def test_a_gradient_that_is_not_finite_at_one_place_counts_at_all(policy: str) -> None:
+    with on_mesh(nonfinite=policy) as (mesh, model, bare):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        poisoned = model.module.blocks[0].mlp.up.weight
+        hook = poisoned.register_hook(lambda grad: on_mesh_of(poisoned, torch.full_like(grad.to_local(), _poison())))
+        model(tokens(0, mesh["dp"].get_local_rank())).backward()
+        hook.remove()
+        if policy == "skip":
+            optimizer.step()
+            for (name, param, _), (_, wanted, _) in zip(parts(model.module), parts(bare), strict=True):
+                assert torch.equal(param, wanted), f"{name} was stepped"
+        else:
+            text = text_of(NonFiniteGradient, optimizer.step)
+            assert text.startswith("the gradient of 'blocks.0.mlp.up.weight' is not finite (NaN or Inf) on rank 3.")
+        optimizer.zero_grad()
+        model(tokens(1, mesh["dp"].get_local_rank())).backward()
+        optimizer.step()  # the next step is sound again
+
+
+def _poison() -> float:
+    return torch.inf if dist.get_rank() == 3 else 1.0
+
+
+class TwoNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.is_turned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.b, self.a) if self.is_turned else (self.a, self.b)
+        return (first(x) + second(x)).to_local().square().sum()
+
+
+@ON_A_MESH
+def test_partial_gradients_in_different_orders_are_an_error_on_every_rank() -> None:
+    with mesh_of_four() as mesh:
+        net = parallelize_module(TwoNorms(), mesh["tp"], {"a": SequenceParallel(), "b": SequenceParallel()})
+        model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 3, 8)).backward()
+        optimizer.step()
+        net.is_turned = dist.get_rank() == 3
+        model(torch.ones(2, 3, 8)).backward()
+        text = text_of(Desync, optimizer.step)
+        assert text.startswith("gradients have arrived in different orders on ranks of a tensor-parallel axis")
+        assert "\n  rank 2: 'b." in text
+        assert "\n  rank 3: 'a." in text
+        model.close()
+
+
+@ON_A_MESH
+def test_plain_tensors_with_a_process_group_train_as_megatron_s_do() -> None:
+    """Each rank of a tensor axis has other parts, and nothing tells the library of it."""
+    with mesh_of_four() as mesh:
+        torch.manual_seed(mesh["tp"].get_local_rank())
+        model = DistributedDataParallel(nn.Linear(4, 2), process_group=mesh["dp"].get_group())
+        bare = copy.deepcopy(model.module)
+        for net in (model, bare):
+            net(torch.full((1, 4), 1.0 + dist.get_rank())).square().sum().backward()
+        mean_by_hand(bare, mesh["dp"].get_group())
+        require_same_parts(model.module, bare)
+        model.close()
+
+
+def ranks_of(model: Any) -> list[int]:
+    return dist.get_process_group_ranks(model.process_group)
+
+
+@ON_A_MESH
+def test_data_parallel_dimensions_are_named_as_torch_names_them() -> None:
+    with mesh_of(2, 2, 1, names=("a", "b", "tp")) as mesh:
+        rank, own = dist.get_rank(), {}
+        for name, dims in {"a": Dims(replicate="a"), "b": Dims(shard="b"), "a, b": Dims(replicate=("a", "b"))}.items():
+            sync = attach(nn.Linear(2, 1), device_mesh=mesh, dp_mesh_dims=dims)
+            own[name] = ranks_of(sync)
+            sync.close()
+        assert own == {"a": [rank % 2, 2 + rank % 2], "b": [rank // 2 * 2, rank // 2 * 2 + 1], "a, b": [0, 1, 2, 3]}
+        values = {}
+        for how in ({"device_mesh": mesh["a", "b"]}, {"device_mesh": mesh, "dp_mesh_dims": Dims(replicate="a", shard="b")}):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(nn.Linear(2, 1), config=SyncConfig(strategy="hybrid"), **how)
+            optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=1.0)
+            model(torch.full((1, 2), float(rank))).sum().backward()
+            optimizer.step()
+            values[len(how)] = model.module.weight.detach().clone()
+            assert torch.equal(values[len(how)], values[1])
+            model.close()
+        torch.manual_seed(0)
+        assert torch.equal(values[2], nn.Linear(2, 1).weight - 1.5)  # the mean of 0 to 3
+
+
+@ON_A_MESH
+def test_a_model_is_wrapped_over_the_whole_mesh_by_names() -> None:
+    with mesh_of_four() as mesh:
+        model = DistributedDataParallel(gpt(mesh), device_mesh=mesh, dp_mesh_dims=Dims(replicate="dp"))
+        assert ranks_of(model) == [dist.get_rank() % 2, 2 + dist.get_rank() % 2]
+        bare = gpt(mesh)
+        for net in (model, bare):
+            net(tokens(0, mesh["dp"].get_local_rank())).backward()
+        mean_by_hand(bare, mesh["dp"].get_group())
+        require_same_parts(model.module, bare)
+        model.close()
+
+
+@ON_A_MESH
+def test_a_checkpoint_of_torch_takes_the_model_and_its_optimizer(tmp_path: Path) -> None:
+    with on_mesh() as (mesh, model, other):
+        replica, trained = mesh["dp"].get_local_rank(), adamw(model)
+        for step in range(2):
+            model(tokens(step, replica)).backward()
+            trained.step()
+            trained.zero_grad()
+        names, states = get_state_dict(model.module, trained)
+        checkpoint.save({"model": names, "optimizer": states}, checkpoint_id=tmp_path)
+        resumed = adamw(other)
+        found = dict(zip(("model", "optimizer"), get_state_dict(other, resumed), strict=True))
+        checkpoint.load(found, checkpoint_id=tmp_path)
+        set_state_dict(other, resumed, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        second = DistributedDataParallel(other, device_mesh=mesh["dp"])
+        for net, optimizer in ((model, trained), (second, resumed)):
+            net(tokens(5, replica)).backward()
+            optimizer.step()
+        require_same_parts(model.module, other)
+        second.close()
+
+
+def rank_3(value: Any, other: Any) -> Any:
+    return other if dist.get_rank() == 3 else value
+
+
+def wrong_placements(mesh: DeviceMesh) -> Callable[[], object]:
+    net = nn.Linear(4, 4, bias=False)
+    placement = rank_3([Shard(0)], [Shard(1)]) if mesh["dp"].get_local_rank() else [Shard(0)]
+    # Rank 2 takes part in its distribution: only rank 3 describes it differently.
+    local = torch.zeros(2, 4)
+    net.weight = nn.Parameter(DTensor.from_local(local, mesh["tp"], placement, run_check=False))
+    return lambda: attach(net, device_mesh=mesh["dp"])
+
+
+def wrong_shape(mesh: DeviceMesh) -> Callable[[], object]:
+    net = nn.Linear(4, 4, bias=False)
+    local = torch.zeros(rank_3(2, 3), 4)
+    net.weight = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False, shape=(5, 4), stride=(4, 1)))
+    return lambda: attach(net, device_mesh=mesh["dp"])
+
+
+def wrong_axis(mesh: DeviceMesh) -> Callable[[], object]:
+    return lambda: DistributedDataParallel(gpt(mesh), device_mesh=mesh["tp"])
+
+
+def no_axis(mesh: DeviceMesh) -> Callable[[], object]:
+    return lambda: attach(gpt(mesh))
+
+
+def whole_mesh(mesh: DeviceMesh) -> Callable[[], object]:
+    return lambda: attach(gpt(mesh), device_mesh=mesh, config=SyncConfig(strategy="hybrid"))
+
+
+def parallelized_late(mesh: DeviceMesh) -> Callable[[], object]:
+    model = DistributedDataParallel(gpt(), device_mesh=mesh["dp"])
+    parallelized(model.module, mesh["tp"])
+    return lambda: model(tokens(0, 0))
+
+
+def fully_sharded(mesh: DeviceMesh) -> Callable[[], object]:
+    net = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
+    return lambda: attach(net, device_mesh=mesh["dp"])
+
+
+def with_outer(mesh: DeviceMesh) -> Callable[[], object]:
+    return lambda: attach(gpt(mesh), device_mesh=mesh["dp"], config=SyncConfig(outer=Outer(every=2)))
+
+
+def with_shards(mesh: DeviceMesh) -> Callable[[], object]:
+    sync = attach(gpt(mesh), device_mesh=mesh["dp"], config=SyncConfig(strategy="zero1"))
+    return lambda: ShardedOptimizer(torch.optim.AdamW, sync)
+
+
+REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[Exception], str]] = {
+    "placements": (
+        wrong_placements,
+        PlanMismatch,
+        "placements of parameter 0 ('weight') is ['S(0)'] on rank 1 and ['S(1)'] on rank 3",
+    ),
+    "shape": (wrong_shape, PlanMismatch, "shape of parameter 0 ('weight') is [2, 4] on rank 1 and [3, 4] on rank 3"),
+    "axis": (wrong_axis, ConfigError, "the mesh axis 'tp' is not a data-parallel axis: ranks "),
+    "no axis": (no_axis, ConfigError, 'Give the data-parallel axis of the mesh, such as device_mesh=mesh["dp"], and'),
+    "whole mesh": (whole_mesh, ConfigError, "the mesh axis 'tp' is not a data-parallel axis: ranks "),
+    "dims": (
+        lambda mesh: lambda: attach(gpt(mesh), device_mesh=mesh, dp_mesh_dims=Dims(replicate="tp")),
+        ConfigError,
+        "the mesh axis 'tp' is not a data-parallel axis: ranks ",
+    ),
+    "name": (
+        lambda mesh: lambda: attach(gpt(mesh), device_mesh=mesh, dp_mesh_dims=Dims(replicate="pd")),
+        ConfigError,
+        "the mesh has no dimension 'pd'.\n  dp_mesh_dims\n  Known: dp, tp.",
+    ),
+    "no mesh": (lambda _: lambda: attach(gpt(), dp_mesh_dims=Dims(replicate="dp")), ConfigError, "and no mesh is given."),
+    "two of one kind": (
+        lambda mesh: lambda: attach(gpt(), device_mesh=mesh["dp", "tp"], dp_mesh_dims=Dims(replicate=("dp", "tp"), shard="dp")),
+        ConfigError,
+        "dp_mesh_dims has several dimensions of one kind, and one of the other",
+    ),
+    "no dims": (
+        lambda mesh: lambda: attach(gpt(mesh), device_mesh=mesh, dp_mesh_dims="dp"),
+        WrongType,
+        "dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims, got str.",
+    ),
+    "late": (parallelized_late, ConfigError, "the model was parallelized after it was wrapped: parameter 'embedding.weight'"),
+    "fully_shard": (fully_sharded, ConfigError, "the model is managed by torch's fully_shard or replicate"),
+    "outer": (with_outer, ConfigError, "outer synchronization does not work with parameters that are DTensors."),
+    "shards": (with_shards, ConfigError, "a ShardedOptimizer does not work with parameters that are DTensors."),
+}
+
+
+@pytest.mark.parametrize("what", some(REFUSED, most=5))
+@ON_A_MESH
+def test_each_mistake_is_the_same_error_on_every_rank(what: str) -> None:
+    """Also on those of the other place, which would hang in the next collective of the tensor axis."""
+    make, error, text = REFUSED[what]
+    with mesh_of_four() as mesh:
+        assert text in text_of(error, make(mesh))

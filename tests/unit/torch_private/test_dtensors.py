@@ -1,0 +1,95 @@
+"""The private parts of DTensors, meshes and FSDP2, on one rank."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from undertow.mesh.local_tensors import LocalParam, local_params
+from undertow.torch_private import dtensors, fsdp
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    dist.destroy_process_group()
+
+
+def parameter(mesh: DeviceMesh, values: Tensor) -> DTensor:
+    return nn.Parameter(distribute_tensor(values, mesh["tp"], [Shard(0)]))  # type: ignore[return-value]
+
+
+def test_a_dtensor_holds_the_very_tensor_that_it_is_made_of(mesh: DeviceMesh) -> None:
+    param, part = parameter(mesh, torch.ones(4, 2)), torch.zeros(4, 2)
+    made = dtensors.dtensor_of(part, dtensors.spec_for_gradient(param, part.dtype))
+    assert dtensors.is_dtensor(made)
+    assert not dtensors.is_dtensor(part)
+    assert dtensors.local_of(made) is part
+    param.grad = made
+    assert dtensors.local_of(param.grad) is part
+    assert (made.placements, made.device_mesh, made.stride()) == (param.placements, param.device_mesh, (2, 1))
+
+
+def test_a_mesh_knows_the_one_that_it_is_a_part_of(mesh: DeviceMesh) -> None:
+    assert dtensors.root_of(mesh["tp"]) == mesh
+    assert dtensors.root_of(mesh) == mesh
+    assert dtensors.flattened(mesh, ("dp", "tp")).ndim == 1
+
+
+def test_a_module_under_fully_shard_is_known(mesh: DeviceMesh) -> None:
+    assert not fsdp.is_managed(nn.Linear(1, 1))
+    assert fsdp.is_managed(fully_shard(nn.Linear(1, 1), mesh=mesh["dp"]))
+
+
+def test_the_average_across_replicas_is_taken_over_and_given_back(mesh: DeviceMesh) -> None:
+    net, seen = fully_shard(nn.Linear(2, 2), mesh=mesh), list[int]()
+    (group,) = fsdp.param_groups(net)
+    assert fsdp.params_of(group) == list(net.parameters())
+    assert (fsdp.is_sharded(group), fsdp.has_own_divisor(group), fsdp.all_reduces(group)) == (True, False, True)
+    replicas = fsdp.replicas_of(group)
+    assert replicas is mesh.get_group("dp")
+    undo = fsdp.take_over(net, lambda values: seen.append(values.numel()))
+    net(torch.ones(1, 2)).sum().backward()
+    assert (seen, fsdp.replicas_of(group), fsdp.shards_of(group)) == ([6], None, mesh.get_group("tp"))
+    undo()
+    net(torch.ones(1, 2)).sum().backward()
+    assert (seen, fsdp.replicas_of(group)) == ([6], replicas)
+
+
+def test_a_module_of_replicate_has_no_shards(mesh: DeviceMesh) -> None:
+    net = replicate(nn.Linear(2, 2), mesh=mesh["dp"])
+    (group,) = fsdp.param_groups(net)
+    assert fsdp.is_managed(net)
+    assert not fsdp.is_sharded(group)
+
+
+def test_a_local_parameter_has_its_part_of_the_gradient_in_both_directions(mesh: DeviceMesh) -> None:
+    param, plain = parameter(mesh, torch.ones(4, 2)), nn.Parameter(torch.ones(1))
+    local, same = local_params([param, plain])
+    assert same is plain
+    assert isinstance(local, LocalParam)
+    assert (local.shape, local.data_ptr(), local.grad) == ((4, 2), param.to_local().data_ptr(), None)
+    view = torch.zeros(4, 2)
+    local.grad = view
+    assert local.grad is view
+    assert isinstance(param.grad, DTensor)
+    param.sum().backward()
+    assert torch.equal(view, torch.ones(4, 2))  # autograd adds in place, as to any gradient
+    local.grad = None
+    assert param.grad is None
+    assert type(local + 1) is Tensor
+
+
+def test_a_gradient_of_other_placements_is_refused_by_name(mesh: DeviceMesh) -> None:
+    param = parameter(mesh, torch.ones(4, 2))
+    (local,) = local_params([param])
+    param.grad = distribute_tensor(torch.ones(4, 2), mesh["tp"], [Replicate()])
+    with pytest.raises(ValueError, match=r"a gradient has the placements R, and its parameter has S\(0\)"):
+        _ = local.grad
