@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from undertow.by_hand.buckets import GradientBucket, GradientBucketManager
     from undertow.checkpoint.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.ddp.attach import BucketedDDPHooks, attach
+    from undertow.ddp.signals import stop_on_signal
     from undertow.ddp.wrapper import DistributedDataParallel
     from undertow.optim.clipping import clip_grad_norm_
     from undertow.optim.hidden_matrices import hidden_matrices
@@ -53,6 +54,7 @@ _LAZY = {
     "load_checkpoint": "undertow.checkpoint.checkpoint",
     "save_checkpoint": "undertow.checkpoint.checkpoint",
     "shard_optimizer": "undertow.optim.shard_optimizer",
+    "stop_on_signal": "undertow.ddp.signals",
 }
 
 __all__ = [
@@ -86,6 +88,7 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
     "shard_optimizer",
+    "stop_on_signal",
 ]
 
 logging.getLogger("undertow").addHandler(logging.NullHandler())

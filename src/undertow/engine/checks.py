@@ -19,6 +19,7 @@ from undertow.buckets.finite import not_finite
 from undertow.config import SyncConfig, refused
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.round import Round, RoundKind
+from undertow.engine.stop import StopRequest
 from undertow.errors import NonFiniteGradient, ReplicaMismatch, listed
 from undertow.plan import Plan
 from undertow.ranks import faults
@@ -294,6 +295,7 @@ class Checks:
         # compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
         self.loads = Loads(group)
+        self.stop = StopRequest(group, is_of_replica=config.outer is not None)
         self._current_plan = current_plan
         self.sent: list[_Sent] = []  # comparisons in flight
 

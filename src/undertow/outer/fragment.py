@@ -74,6 +74,7 @@ class Fragment:
     ) -> None:
         self.index = index
         self.flight: Flight | None = None
+        self.is_stopping = False  # a rank has asked all to stop, in the last exchange that was read
         self._is_new = True  # it has not been exchanged
         # The facts of the last exchange, if they are unread, and the end of their copy to
         # the host.
@@ -137,6 +138,12 @@ class Fragment:
     def num_bytes(self) -> int:
         """Bytes that this rank hands to an exchange."""
         return self.parcel.payload(self.values.itemsize)
+
+    @property
+    def is_read_at_end(self) -> bool:
+        """True if the facts of an exchange are read when it ends; on a device, when the next one
+        starts."""
+        return self._replicas.column.hardware.is_host
 
     @property
     def ids(self) -> set[int]:
@@ -226,8 +233,11 @@ class Fragment:
                 table[key], tensor = buffer, _real(buffer)
             tensor.copy_(view)
 
-    def start(self, step: int, *, due: int, num_forwards: int) -> None:
-        """Starts the exchange of the difference to the replica's own parameters."""
+    def start(self, step: int, *, due: int, num_forwards: int, is_stopping: bool) -> None:
+        """Starts the exchange of the difference to the replica's own parameters.
+
+        `is_stopping`: a signal has asked this rank to stop.
+        """
         self.require_same()
         replicas, own = self._replicas, self._share
         column = replicas.column
@@ -251,6 +261,7 @@ class Fragment:
             "numel": numel % MODULO,
             "settings": replicas.settings.digest % MODULO,
             "not_finite": bad,
+            "stopping": float(is_stopping),
         }
         if self._is_new:
             facts["fingerprint"] = self._fingerprint()
@@ -383,6 +394,7 @@ class Fragment:
             copied.synchronize()
         replicas = self._replicas
         of_ranks = replicas.of_ranks(self._facts, values[:-1])
+        self.is_stopping = any(facts.stopping for facts in of_ranks.values())
         require_alike(of_ranks, replicas.settings, replicas.all_ranks, fragment=self.index)
         error = not_finite(of_ranks, list(self._places), fragment=self.index)
         if error is None and values[-1]:

@@ -70,6 +70,7 @@ class OuterSync(StepListener):
         self._copied: Mapping[str, Any] | None = None  # a state to begin with
         self._has_state = False  # was loaded, and no step has followed
         self._aside = Aside()
+        self._stop = engine.checks.stop
         self._comparisons = Comparisons(all_ranks, engine.current_plan.members)
         self.is_closed = False
         self._steps = steps = StepCounter(engine)
@@ -332,7 +333,14 @@ class OuterSync(StepListener):
         for part in due:
             self._finish(part)
         for part in starting:
-            part.start(step, due=step + turns.delay, num_forwards=self._steps.num_forwards)
+            part.start(
+                step,
+                due=step + turns.delay,
+                num_forwards=self._steps.num_forwards,
+                is_stopping=self._stop.is_pending,
+            )
+            if not part.is_read_at_end:  # it has just read the exchange before
+                self._stop.exchange_ends(is_told=part.is_stopping)
             if turns.delay == 0:
                 self._finish(part)
 
@@ -342,6 +350,8 @@ class OuterSync(StepListener):
         part.arrive()
         self._timings.note_exchange(part, exposed_s=time.perf_counter() - start_s)
         part.step()
+        if part.is_read_at_end:
+            self._stop.exchange_ends(is_told=part.is_stopping)
         self.num_synchronizations += 1
         every = self._config.check_replicas_every
         if every is not None and self.num_synchronizations % every == 0:
