@@ -28,6 +28,7 @@ from undertow.version import __version__ as __version__
 if TYPE_CHECKING:
     from undertow.by_hand.average import average_gradients
     from undertow.by_hand.buckets import GradientBucket, GradientBucketManager
+    from undertow.checkpoint.background import BackgroundSave
     from undertow.checkpoint.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.ddp.attach import BucketedDDPHooks, attach
     from undertow.ddp.signals import stop_on_signal
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
+    "BackgroundSave": "undertow.checkpoint.background",
     "BucketedDDPHooks": "undertow.ddp.attach",
     "DistributedDataParallel": "undertow.ddp.wrapper",
     "GradientBucket": "undertow.by_hand.buckets",
@@ -58,6 +60,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "BackgroundSave",
     "BucketedDDPHooks",
     "CheckpointError",
     "ConfigError",
