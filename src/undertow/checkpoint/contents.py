@@ -8,6 +8,7 @@ are not tensors are texts, in JSON. The index lists the entries of each file, so
 the files that have a part of its state.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from undertow.optim.state import (
     flattened,
     is_of_the_whole,
 )
-from undertow.outer.outer_sync import OuterSync
+from undertow.outer.outer_sync import OuterSync, outer_of
 from undertow.sharded.params import ShardPart, in_memory_order
 from undertow.torch_private import private, tables
 
@@ -44,7 +45,10 @@ class Names:
 
     def __init__(self, model: nn.Module) -> None:
         self.module = private.unwrapped(model)
-        self.state = {_plain(key): value for key, value in self.module.state_dict().items()}
+        outer = outer_of(model)
+        with contextlib.nullcontext() if outer is None else outer.own_state_dicts():
+            state = self.module.state_dict()
+        self.state = {_plain(key): value for key, value in state.items()}
         values = self.state.items()
         self.extra_states = {name: value for name, value in values if not isinstance(value, Tensor)}
         self.of_param = {

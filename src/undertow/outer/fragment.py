@@ -74,6 +74,7 @@ class Fragment:
     ) -> None:
         self.index = index
         self.flight: Flight | None = None
+        self.has_stepped = False  # else its global values are the ones that it began with
         self.is_stopping = False  # a rank has asked all to stop, in the last exchange that was read
         self._is_new = True  # it has not been exchanged
         # The facts of the last exchange, if they are unread, and the end of their copy to
@@ -176,6 +177,19 @@ class Fragment:
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Returns the tensors of `flat`, which may end after the parameters, by name."""
         return {name: view for name, (_, view) in self._views(flat).items()}
+
+    def global_copy(self, key: object) -> Tensor | None:
+        """Returns a copy of a global value in the dtype of the replica's own tensor; None if it is
+        not in this fragment. `key` is a parameter, or a buffer's place."""
+        for name, place in self._tensors.items():
+            is_same = place is key if isinstance(place, Tensor) else _are_same_place(place, key)
+            if is_same:
+                own, view = self._views(self.values)[name]
+                value = torch.empty_like(own).copy_(view)
+                whole = place if isinstance(place, Tensor) else place[0].get(place[1])
+                is_complex = whole is not None and whole.is_complex()
+                return torch.view_as_complex(value) if is_complex else value
+        return None
 
     def take(
         self,
@@ -442,6 +456,7 @@ class Fragment:
         self.values[numel:].copy_(flight.mean[numel:])
         self.write(self.values, mix=outer.mix)
         self.flight = None
+        self.has_stepped = True
 
 
 def _fill(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -454,6 +469,11 @@ def _fill(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             error=CheckpointError,
         )
         view.copy_(values[name].view(view.shape))
+
+
+def _are_same_place(place: BufferPlace, key: object) -> bool:
+    table, name = place
+    return isinstance(key, tuple) and key[0] is table and key[1] == name
 
 
 def _real(tensor: Tensor) -> Tensor:
