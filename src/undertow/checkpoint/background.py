@@ -47,6 +47,10 @@ class BackgroundSave:
 
     The folder has the new checkpoint when the save is done, and the one before until then. The
     process does not end before the thread does.
+
+    Args:
+        task: What the thread has to do.
+        own_files: The copies of this rank's files, by name.
     """
 
     def __init__(self, task: Task, own_files: Mapping[str, Contents]) -> None:
