@@ -28,9 +28,11 @@ from undertow.version import __version__ as __version__
 if TYPE_CHECKING:
     from undertow.by_hand.average import average_gradients
     from undertow.by_hand.buckets import GradientBucket, GradientBucketManager
+    from undertow.checkpoint.background import BackgroundSave
     from undertow.checkpoint.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
     from undertow.ddp.attach import BucketedDDPHooks, attach
     from undertow.ddp.outer_axis import OuterAxis, outer_axis
+    from undertow.ddp.signals import stop_on_signal
     from undertow.ddp.wrapper import DistributedDataParallel
     from undertow.optim.clipping import clip_grad_norm_
     from undertow.optim.hidden_matrices import hidden_matrices
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 # Loaded when they are first used: planning works without torch.
 _LAZY = {
+    "BackgroundSave": "undertow.checkpoint.background",
     "BucketedDDPHooks": "undertow.ddp.attach",
     "DistributedDataParallel": "undertow.ddp.wrapper",
     "GradientBucket": "undertow.by_hand.buckets",
@@ -56,9 +59,11 @@ _LAZY = {
     "outer_axis": "undertow.ddp.outer_axis",
     "save_checkpoint": "undertow.checkpoint.checkpoint",
     "shard_optimizer": "undertow.optim.shard_optimizer",
+    "stop_on_signal": "undertow.ddp.signals",
 }
 
 __all__ = [
+    "BackgroundSave",
     "BucketedDDPHooks",
     "CheckpointError",
     "ConfigError",
@@ -91,6 +96,7 @@ __all__ = [
     "outer_axis",
     "save_checkpoint",
     "shard_optimizer",
+    "stop_on_signal",
 ]
 
 logging.getLogger("undertow").addHandler(logging.NullHandler())

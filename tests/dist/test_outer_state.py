@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.checkpoints import require_equal as require_same
 from support.errors import text_of
 from support.levels import some
 from support.outer import Net, Reference, loss_of, net, replica, require_equal, same_everywhere, step, train, values_of
@@ -315,3 +316,112 @@ def test_a_copy_of_a_mesh_trains_on_without_the_others(tmp_path: Path) -> None:
         assert ddp.outer.num_synchronizations == 2
         if made is not None:
             made.close()
+
+
+def global_values(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    with ddp.outer.synchronized():
+        return values_of(ddp.module)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_state_dicts_that_are_to_be_saved_have_the_global_parameters_on_one_rank_too(delay: int) -> None:
+    with replica(net(), Outer(every=4, fragments=2, delay=delay)) as ddp:
+        ddp.outer.save_global()
+        ddp.outer.save_global()  # twice is once
+        optimizer = adamw(ddp)
+        own = values_of(ddp.module)
+        assert all(
+            value.data_ptr() == ddp.module.state_dict()[name].data_ptr() for name, value in ddp.module.state_dict().items()
+        )
+        train(ddp, optimizer, range(4))
+        with pytest.warns(UserWarning, match="only this replica's own parameters: not every fragment was exchanged yet, after 4"):
+            saved = values_of(ddp.module)
+        assert any(not torch.equal(saved[name], own[name]) for name in saved)
+        assert saved.keys() == ddp.module.state_dict().keys()  # it warns once
+        train(ddp, optimizer, range(4, 11))
+        wanted = global_values(ddp)
+        live = {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+        assert any(not torch.equal(live[name], wanted[name]) for name in live)
+        if dist.get_rank() == 0:  # nothing communicates
+            require_same(ddp.module.state_dict(), wanted)
+            require_same(ddp.state_dict(), {f"module.{name}": value for name, value in wanted.items()})
+            name, part = next((name, part) for name, part in ddp.module.named_children() if list(part.parameters()))
+            require_same(
+                part.state_dict(), {key.removeprefix(f"{name}."): wanted[key] for key in wanted if key.startswith(f"{name}.")}
+            )
+            assert all(
+                isinstance(value, nn.Parameter) for name, value in ddp.module.state_dict(keep_vars=True).items() if name in live
+            )
+        assert all(torch.equal(live[name], param) for name, param in ddp.module.named_parameters())
+        assert all(same_everywhere(value) for value in wanted.values())
+        with ddp.outer.synchronized():
+            require_same(ddp.module.state_dict(), wanted)
+
+
+@in_ranks(2)
+def test_a_swap_by_such_state_dicts_keeps_the_outer_momentum() -> None:
+    with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:
+        ddp.outer.save_global()
+        optimizer = adamw(ddp)
+        train(ddp, optimizer, range(6))
+        state, wanted = ddp.outer.state_dict(), global_values(ddp)
+        backup = values_of(ddp)
+        ddp.load_state_dict({name: value * 0.9 if value.is_floating_point() else value for name, value in backup.items()})
+        assert all(
+            torch.equal(value, backup[name] * 0.9) for name, value in ddp.state_dict().items() if value.is_floating_point()
+        )
+        ddp.load_state_dict(backup)
+        train(ddp, optimizer, range(6, 7))
+        assert ddp.outer.num_synchronizations == 1
+        after = ddp.outer.state_dict()
+        require_same(after["momentum"], state["momentum"])
+        require_same(after["global"], {name: wanted[name] for name in after["global"]})
+        train(ddp, optimizer, range(7, 9))
+        assert ddp.outer.num_synchronizations == 2
+
+
+@in_ranks(2)
+def test_checkpoints_copies_and_pickles_do_not_depend_on_it(tmp_path: Path) -> None:
+    with replica(net(), OUTER) as ddp:
+        optimizer = adamw(ddp)
+        train(ddp, optimizer, range(9))
+        save_checkpoint(tmp_path / "before", ddp, optimizer)
+        ddp.outer.save_global()
+        save_checkpoint(tmp_path / "after", ddp, optimizer)
+        bare = copy.deepcopy(ddp.module)
+        live = {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+        assert all(torch.equal(value, live[name]) for name, value in bare.state_dict().items() if name in live)
+        with replica(Net(), OUTER) as other:
+            load_checkpoint(tmp_path / "after", other, adamw(other))
+            assert all(torch.equal(param, live[name]) for name, param in other.module.named_parameters())
+    for file in sorted((tmp_path / "before").glob("*.safetensors")):
+        assert file.read_bytes() == (tmp_path / "after" / file.name).read_bytes()
+
+
+class TiedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+@in_ranks(2)
+def test_names_of_one_tensor_share_its_global_copy() -> None:
+    torch.manual_seed(1)
+    with replica(TiedNet(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        ddp.outer.save_global()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            ddp(torch.full((2, 4), 1.0 + number + dist.get_rank())).square().mean().backward()
+            optimizer.step()
+        state = ddp.module.state_dict()
+        assert state["inner.weight"].data_ptr() == state["outer.weight"].data_ptr() != ddp.module.inner.weight.data_ptr()
+        wanted = global_values(ddp)
+        again = ddp.module.state_dict()
+        require_same(again, wanted)
+        assert again["inner.weight"].data_ptr() != state["inner.weight"].data_ptr()

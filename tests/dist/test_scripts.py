@@ -161,6 +161,18 @@ def output_of(name: str, folder: Path, *arguments: str, num_ranks: int) -> str:
 
 
 @pytest.mark.slow
+def test_the_example_of_torchs_asynchronous_saves_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
+    text = output_of("train_async_save.py", tmp_path, num_ranks=2)
+    assert "steps 0 to 29 are saved" in text
+    first, last = losses_in(text, 3)
+    assert last < first
+    text = output_of("train_async_save.py", tmp_path, "--steps", "35", num_ranks=3)
+    assert text.splitlines()[-1] == "steps 30 to 34 are saved"
+    (of_rest,) = re.findall(r"loss (\S+)", text)
+    assert float(of_rest) < 2 * last  # it has not begun anew
+
+
+@pytest.mark.slow
 def test_the_sharded_example_learns_and_saves_what_a_plain_optimizer_can_load(tmp_path: Path) -> None:
     text = output_of("train_sharded.py", tmp_path, num_ranks=2)
     first, last = losses_in(text, 3)

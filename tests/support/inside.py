@@ -24,7 +24,7 @@ from torch import nn
 
 import undertow.lab.demo.rank
 import undertow.sync.group_sync
-from undertow import GradientSync, SyncConfig
+from undertow import GradientSync, ShardedOptimizer, SyncConfig
 from undertow.buckets.bucket import Layout, Shared
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
 from undertow.buckets.reducer import Reducer
@@ -88,6 +88,23 @@ def elements_read() -> Iterator[Counter[str]]:
     read, opened = Counter[str](), checkpoint_files.open_tensors
     with mock.patch.object(checkpoint_files, "open_tensors", lambda path: _CountedFile(opened(path), read)):
         yield read
+
+
+def own_tensors(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
+    """The state on this rank, which a checkpoint copies."""
+    states, _ = optimizer._own_state_dict()
+    return [value for state in states["state"].values() for value in state.values()]
+
+
+def before_gathers_are_waited_for(call: Callable[[], object]) -> AbstractContextManager[object]:
+    """Calls it on this rank whenever a module, or a read, waits for parameters on their way."""
+    wait = Gathers.wait
+
+    def waits(gathers: Gathers, *args: Any, **kwargs: Any) -> Any:
+        call()
+        return wait(gathers, *args, **kwargs)
+
+    return mock.patch.object(Gathers, "wait", waits)
 
 
 def every_step_takes(step_us: Callable[[], float]) -> AbstractContextManager[object]:
@@ -517,5 +534,6 @@ def leave_unread(model: undertow.DistributedDataParallel, facts: list[list[float
     """Makes these the facts of each rank in the last exchange, which nobody has read yet, as on a device."""
     (fragment,) = model.outer._fragments
     finite_mean = torch.zeros(1)
-    of_each_fact = torch.tensor(facts).T
+    no_stop = 0.0
+    of_each_fact = torch.tensor([[*of_rank, no_stop] for of_rank in facts]).T
     fragment._said = torch.cat([of_each_fact.flatten(), finite_mean]), None

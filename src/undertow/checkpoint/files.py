@@ -7,6 +7,7 @@ path                            the checkpoint
     outer.safetensors           the global values and the momentum of outer synchronization
     undertow.json               the index. It is written last, so a folder that has it is complete
 path.new                        the next checkpoint while it is written; `path` is removed only then
+    save-<token>-<n>.writing    of a save in the background: how far rank n is (`Statuses`)
 
 If a save is interrupted at any point, one of the two folders is complete.
 """
@@ -14,38 +15,48 @@ If a save is interrupted at any point, one of the two folders is complete.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from undertow.checkpoint.index import why_not_an_index
+from undertow.checkpoint.tensors import Progress, write_safetensors
 from undertow.errors import CheckpointError, require
 from undertow.foreign import MOST_LEVELS, parsed_json
 
 MODEL = "model.safetensors"
 OUTER = "outer.safetensors"
-_INDEX = "undertow.json"
-_FORMAT = 3
+INDEX = "undertow.json"
+_FORMAT = 4
 _OURS = re.compile(
     r"undertow\.json(\.tmp)?|(model|outer|(optimizer|replica)-[0-9]+)\.safetensors"
-    r"|\.tmp[A-Za-z0-9]+",  # of safetensors, while it writes
+    r"|save-[0-9a-f]+-[0-9]+\.(writing|written|failed)",
 )
+_HEAD = re.compile(
+    rb'\{"format": %d, "save": "([0-9a-f]+)", "saved_ns": ([0-9]{1,19})[,}]' % _FORMAT
+)
+_LAST_NS = 9 * 10**18  # a later time, in the year 2255, is not of a save
+_HEAD_BYTES = 128  # of an index, which are read to tell saves apart
 _MOST_BYTES = 1 << 28  # of the index, which is read as a whole
 _LEVELS = MOST_LEVELS - 5  # of a value in the index, which nests it further
-_NOT_STORED = (torch.complex32, torch.complex128)  # safetensors has no names for them
 
 
-def optimizer_file(folder: Path, number: int) -> Path:
-    return folder / f"optimizer-{number}.safetensors"
+def optimizer_file(number: int) -> str:
+    return f"optimizer-{number}.safetensors"
 
 
 def replica_file(number: int) -> str:
     return f"replica-{number}.safetensors"
+
+
+def new_folder(path: Path) -> Path:
+    """Returns the folder in which the next checkpoint of `path` is written."""
+    return path.with_name(f"{path.name}.new")
 
 
 def folder_for_saving(path: Path) -> Path:
@@ -53,19 +64,9 @@ def folder_for_saving(path: Path) -> Path:
 
     Raises CheckpointError if a folder holds foreign files, because saving would remove them.
     """
-    new = _new(path)
+    new = new_folder(path)
     for folder in (path, new):
-        is_folder = folder.is_dir() and not folder.is_symlink()
-        present = sorted(folder.iterdir()) if is_folder else [folder]
-        for file in present:
-            require(
-                _OURS.fullmatch(file.name) if is_folder else not os.path.lexists(folder),
-                f"{file.name} is not part of a checkpoint, and saving there would remove it.",
-                where=str(file.absolute()),
-                remedy="Save to a separate path, which does not exist or holds an earlier "
-                "checkpoint.",
-                error=CheckpointError,
-            )
+        _require_removable(folder)
     if _is_complete(new) and not _is_complete(path):
         _replace(path, new)
     _remove(new)
@@ -73,52 +74,45 @@ def folder_for_saving(path: Path) -> Path:
     return new
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Writes a safetensors file, with `texts` as its metadata, and flushes it to disk."""
-    stored: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        require(
-            tensor.layout is torch.strided and tensor.dtype not in _NOT_STORED,
-            f"{name!r} is of {tensor.dtype} and {tensor.layout}, which safetensors files do not "
-            "hold.",
-            where="save_checkpoint",
-            remedy="Convert it, or save model.state_dict() and optimizer.state_dict() by "
-            "torch.save().",
-            error=CheckpointError,
-        )
-        storage = tensor.untyped_storage()
-        shares_memory = storage.nbytes() > tensor.nbytes or storage.data_ptr() in storages
-        storages.add(storage.data_ptr())
-        # safetensors refuses tensors that share memory.
-        stored[name] = (tensor.clone() if shares_memory else tensor).contiguous()
-    save_file(stored, path, metadata={"format": "pt", **texts})
-    _sync(path)
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    texts: Mapping[str, str],
+    *,
+    note: Progress = lambda _num_bytes: None,
+) -> None:
+    """Writes a safetensors file, with `texts` as its metadata, and flushes it to disk.
+
+    `note` is called with the number of bytes of each part that is on the disk.
+    """
+    write_safetensors(path, tensors, {"format": "pt", **texts}, note=note)
 
 
 def put_in_place(path: Path, index: str) -> None:
     """Completes the folder next to `path` with its index, and replaces `path` by it."""
-    new = _new(path)
-    unnamed = new / f"{_INDEX}.tmp"
+    new = new_folder(path)
+    unnamed = new / f"{INDEX}.tmp"
     unnamed.write_text(index, encoding="utf-8")
-    for file in new.iterdir():  # safetensors lets only the owner read its files
-        file.chmod(unnamed.stat().st_mode)
     _sync(unnamed)
-    os.rename(unnamed, new / _INDEX)
+    os.rename(unnamed, new / INDEX)
     _sync(new)
     _replace(path, new)
 
 
 def found_at(path: Path) -> Path | None:
     """Returns the folder of a complete checkpoint; without one, `path` if it exists."""
-    complete = [folder for folder in (path, _new(path)) if _is_complete(folder)]
+    complete = [folder for folder in (path, new_folder(path)) if _is_complete(folder)]
     if not complete and os.path.lexists(path):
         return path
     return complete[0] if complete else None
 
 
-def index_text(fields: Mapping[str, object]) -> str:
-    text = json.dumps({"format": _FORMAT, **fields}, default=Tensor.item)  # of a learning rate
+def index_text(token: str, saved_ns: int, fields: Mapping[str, object]) -> str:
+    """Returns the text of an index; `token` tells this save from all others."""
+    text = json.dumps(
+        {"format": _FORMAT, "save": token, "saved_ns": saved_ns, **fields},
+        default=Tensor.item,  # of a learning rate
+    )
     require(
         len(text) <= _MOST_BYTES,
         f"extra and the names of parameters take {len(text):,} bytes as JSON, more than an index "
@@ -128,6 +122,81 @@ def index_text(fields: Mapping[str, object]) -> str:
         error=CheckpointError,
     )
     return text
+
+
+def is_of_save(path: Path, token: str) -> bool:
+    """Returns True if the checkpoint at `path` is complete and of this save."""
+    head = _head(path)
+    return head is not None and head[0] == token
+
+
+def _head(folder: Path) -> tuple[str, int] | None:
+    """Returns the token and the time of a save by the start of its index; None if it has none."""
+    if not _is_complete(folder):
+        return None
+    try:
+        with open(folder / INDEX, "rb") as file:
+            match = _HEAD.match(file.read(_HEAD_BYTES))
+    except OSError:
+        return None
+    return None if match is None else (match[1].decode(), int(match[2]))
+
+
+def complete_in(folder: Path) -> list[Path]:
+    """Returns the complete checkpoints in a folder of checkpoints, the newest first.
+
+    Raises CheckpointError for an index of another kind: its age is not known.
+    """
+    names = {file.name.removesuffix(".new") for file in folder.iterdir()} if folder.is_dir() else ()
+    found = []
+    for name in names:
+        complete = found_at(folder / name)
+        if complete is not None and _is_complete(complete) and not complete.is_symlink():
+            head = _head(complete)
+            if head is None:
+                read_index(complete)  # tells why
+                raise broken(complete / INDEX, "does not begin as save_checkpoint writes it")
+            found.append((head[1], folder / name))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def has_complete(folder: Path) -> bool:
+    """Returns True if a folder of checkpoints has a complete one."""
+    is_folder = folder.is_dir()
+    return any(map(_is_complete, sorted(folder.iterdir()))) if is_folder else False
+
+
+def latest_in(folder: Path) -> Path:
+    """Returns the newest complete checkpoint in a folder of checkpoints."""
+    complete = complete_in(folder)
+    if not complete:
+        raise CheckpointError(
+            "no complete checkpoint was found.",
+            where=f"in the folders in {folder.absolute()}",
+            remedy="Give the folder that holds the checkpoints; every rank must see it.",
+        )
+    return complete[0]
+
+
+def saved_ns(path: Path, now_ns: int) -> int:
+    """Returns the time of a save to `path`: now, but after all others next to it, whatever clocks
+    say."""
+    folder = path.absolute().parent
+    others = map(_head, folder.iterdir()) if folder.is_dir() else ()
+    times = [1 + head[1] for head in others if head is not None and head[1] < _LAST_NS]
+    return max([now_ns, *times])
+
+
+def remove_older(path: Path, keep: int) -> None:
+    """Removes the complete checkpoints next to `path` except `keep` of them: `path`, which has just
+    been saved, and the newest others."""
+    folder = path.absolute().parent
+    older = [each for each in complete_in(folder) if each.name != path.name]
+    for each in older[keep - 1 :]:
+        for found in (each, new_folder(each)):
+            if _is_complete(found) and not found.is_symlink():
+                _require_removable(found)
+                _remove(found)
 
 
 def folder_for_loading(path: Path) -> Path:
@@ -142,7 +211,7 @@ def folder_for_loading(path: Path) -> Path:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    path = folder / _INDEX
+    path = folder / INDEX
     _require_regular(path)
     size = path.stat().st_size
     if size > _MOST_BYTES:
@@ -156,7 +225,20 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise broken(
             path, f"is of format {brief(version)}, and this version reads format {_FORMAT}"
         )
+    how = why_not_an_index(index)
+    if how:
+        raise broken(path, how)
     return index
+
+
+def require_no_others(folder: Path, index: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if the folder has a file that the index does not name."""
+    known = {INDEX, MODEL, *index["files"]}
+    if "outer" in index:
+        known |= {OUTER, *map(replica_file, range(index["num_replicas"]))}
+    for file in sorted(folder.iterdir()):
+        if file.name not in known:
+            raise broken(file, "belongs to no entry of undertow.json")
 
 
 def open_tensors(path: Path) -> Any:
@@ -204,12 +286,22 @@ def _require_regular(path: Path) -> None:
         raise broken(path, "is not a regular file" if os.path.lexists(path) else "is missing")
 
 
-def _new(path: Path) -> Path:
-    return path.with_name(f"{path.name}.new")
+def _require_removable(folder: Path) -> None:
+    """Raises CheckpointError if the folder holds files that saving has not written."""
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    present = sorted(folder.iterdir()) if is_folder else [folder]
+    for file in present:
+        require(
+            _OURS.fullmatch(file.name) if is_folder else not os.path.lexists(folder),
+            f"{file.name} is not part of a checkpoint, and saving there would remove it.",
+            where=str(file.absolute()),
+            remedy="Save to a separate path, which does not exist or holds an earlier checkpoint.",
+            error=CheckpointError,
+        )
 
 
 def _is_complete(folder: Path) -> bool:
-    return (folder / _INDEX).is_file()
+    return os.path.isfile(folder / INDEX)  # False too if nobody may look there
 
 
 def _replace(path: Path, new: Path) -> None:
@@ -221,7 +313,7 @@ def _replace(path: Path, new: Path) -> None:
 def _remove(folder: Path) -> None:
     if folder.exists():
         # Remove the index first: half a checkpoint must not look like a complete one.
-        for file in sorted(folder.iterdir(), key=lambda file: file.name != _INDEX):
+        for file in sorted(folder.iterdir(), key=lambda file: file.name != INDEX):
             file.unlink()
         folder.rmdir()
 
@@ -233,3 +325,72 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Statuses:
+    """How far each rank is with a save in the background, as names of files in its folder.
+
+        save-<token>-<rank>.writing ──> .written   its files are on the disk
+                                   └──> .failed    with a text; of rank 0: the save has failed
+
+    A rank renames its own file, which needs no room on a full disk. The file's time moves whenever
+    a part of the rank's files is on the disk.
+    """
+
+    def __init__(self, folder: Path, token: str, *, rank: int) -> None:
+        self.folder = folder
+        self._token, self._rank = token, rank
+
+    def begin(self) -> None:
+        """Creates this rank's file. Raises OSError if the rank does not see the folder, or has no
+        right to write there."""
+        self._of(self._rank, "writing").touch(exist_ok=False)
+
+    def note_progress(self) -> None:
+        os.utime(self._of(self._rank, "writing"))
+
+    def end(self, text: str = "") -> None:
+        """Tells that this rank's files are written, or have failed with this text."""
+        writing = self._of(self._rank, "writing")
+        if text:
+            with suppress(OSError):  # such as a full disk: the name tells it
+                writing.write_text(text, encoding="utf-8")
+        os.rename(writing, self._of(self._rank, "failed" if text else "written"))
+
+    def fail_all(self, text: str) -> None:
+        """Called on rank 0 when the save has failed on some rank, or at the end."""
+        written, failed = self._of(0, "written"), self._of(0, "failed")
+        if not failed.exists():
+            with suppress(OSError):  # such as a full disk: the name tells it
+                written.write_text(text, encoding="utf-8")
+            os.rename(written, failed)
+
+    def remove(self) -> None:
+        """Called on rank 0 after all have written."""
+        for file in self.folder.glob(f"save-{self._token}-*.written"):
+            file.unlink()
+
+    def texts(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Returns the errors of the ranks that have failed."""
+        found = {}
+        for rank in ranks:
+            file = self._of(rank, "failed")
+            if file.exists():
+                found[rank] = file.read_text(encoding="utf-8", errors="replace")
+        return found
+
+    def number_written(self) -> int:
+        return len(list(self.folder.glob(f"save-{self._token}-*.written")))
+
+    def times(self) -> dict[str, int]:
+        """Returns the last change of each rank's file; another result is progress."""
+        found = {}
+        for file in self.folder.glob(f"save-{self._token}-*"):
+            try:
+                found[file.name] = file.stat().st_mtime_ns
+            except FileNotFoundError:  # it has just got its other name
+                continue
+        return found
+
+    def _of(self, rank: int, state: str) -> Path:
+        return self.folder / f"save-{self._token}-{rank}.{state}"

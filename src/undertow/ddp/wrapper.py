@@ -186,6 +186,11 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         return self.sync.unused_parameters
 
     @property
+    def stop_requested(self) -> bool:
+        """True from the same step on every rank, after a signal of `stop_on_signal` on any rank."""
+        return self.sync.stop_requested
+
+    @property
     def parameters_to_ignore(self) -> set[str]:  # type: ignore[override]
         """Names of the parameters and buffers that are left alone."""
         return set(self.sync.config.ignore)

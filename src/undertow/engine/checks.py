@@ -22,6 +22,7 @@ from undertow.buckets.finite import not_finite
 from undertow.config import SyncConfig, refused
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.round import Round, RoundKind
+from undertow.engine.stop import StopRequest
 from undertow.errors import (
     Desync,
     NonFiniteGradient,
@@ -313,6 +314,7 @@ class Checks:
         # compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
         self.loads = Loads(group)
+        self.stop = StopRequest(group, is_of_replica=config.outer is not None)
         self._current_plan = current_plan
         self.is_on_mesh = group.everyone is not group
         self.sent: list[_Sent] = []  # comparisons in flight

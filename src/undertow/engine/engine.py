@@ -47,6 +47,7 @@ class Engine:
     ) -> None:
         self.is_accumulating = False  # a backward that runs now only accumulates
         self.is_closed = False
+        self.save_waited_s = 0.0  # that calls waited for a save in the background
         self.recorder = recorder
         progress = self.progress = Progress()
         # Called by other threads, which must not keep the engine alive.

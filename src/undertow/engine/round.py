@@ -54,6 +54,7 @@ class Terms:
     mode: int | None = None
     settings: Settings = ()  # of optimizers that have stepped since the last synchronization
     is_loaded: bool = False  # all ranks are to compare parameters, because of a load
+    is_stopping: bool = False  # a signal has asked a rank to stop, as far as this one knows
     # facts that must be the same on every rank
     digests: Mapping[str, int | None] = field(default_factory=dict)
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
@@ -293,6 +294,7 @@ class Round:
                 "taken": here if self.found.taken else (),
                 "changed": here if self.kind is RoundKind.RETIRE else (),
                 "loaded": here if self.terms.is_loaded else (),
+                "stopping": here if self.terms.is_stopping else (),
                 "late": [each.spec.index for each in compiled.buckets if each.catch_late()]
                 if has_late
                 else (),

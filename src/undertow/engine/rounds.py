@@ -79,9 +79,11 @@ class Rounds:
         current_plan, progress, checks = self._current_plan, self._progress, self._checks
         hooks, steps = current_plan.hooks, progress.steps
         is_telling = begun.kind is RoundKind.REDUCE
+        is_stopping = checks.stop.is_told
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
             checks.loads.are_known
+            or is_stopping
             or checks.must_be_read(progress.num_rounds)
             or (hooks.tuning is not None and hooks.tuning.communicates_next)
         )
@@ -90,6 +92,7 @@ class Rounds:
             mode=None if begun.kind is RoundKind.SHADOW else steps.mode,
             settings=steps.settings,
             is_loaded=checks.loads.are_known,
+            is_stopping=is_stopping,
             digests={"settings": steps.digest} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
@@ -155,6 +158,7 @@ class Rounds:
         """
         current_plan, found = self._current_plan, ended.found
         self._recorder.round_ends(found.busy_ms)
+        self._checks.stop.round_ends(found)  # first: all ranks are told, also of a failed round
         hooks, plan = current_plan.hooks, ended.compiled.plan
         unused = hooks.names_of(plan, found.unused) if any(found.unused.values()) else ()
         self._progress.round_ends(has_failed=ended.has_failed, is_last=ended.is_last)

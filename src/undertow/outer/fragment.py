@@ -74,6 +74,8 @@ class Fragment:
     ) -> None:
         self.index = index
         self.flight: Flight | None = None
+        self.has_stepped = False  # else its global values are the ones that it began with
+        self.is_stopping = False  # a rank has asked all to stop, in the last exchange that was read
         self._is_new = True  # it has not been exchanged
         # The facts of the last exchange, if they are unread, and the end of their copy to
         # the host.
@@ -139,6 +141,12 @@ class Fragment:
         return self.parcel.payload(self.values.itemsize)
 
     @property
+    def is_read_at_end(self) -> bool:
+        """True if the facts of an exchange are read when it ends; on a device, when the next one
+        starts."""
+        return self._replicas.column.hardware.is_host
+
+    @property
     def ids(self) -> set[int]:
         """The parameters, by id."""
         return set(map(id, self._tensors.values()))
@@ -169,6 +177,19 @@ class Fragment:
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Returns the tensors of `flat`, which may end after the parameters, by name."""
         return {name: view for name, (_, view) in self._views(flat).items()}
+
+    def global_copy(self, key: object) -> Tensor | None:
+        """Returns a copy of a global value in the dtype of the replica's own tensor; None if it is
+        not in this fragment. `key` is a parameter, or a buffer's place."""
+        for name, place in self._tensors.items():
+            is_same = place is key if isinstance(place, Tensor) else _are_same_place(place, key)
+            if is_same:
+                own, view = self._views(self.values)[name]
+                value = torch.empty_like(own).copy_(view)
+                whole = place if isinstance(place, Tensor) else place[0].get(place[1])
+                is_complex = whole is not None and whole.is_complex()
+                return torch.view_as_complex(value) if is_complex else value
+        return None
 
     def take(
         self,
@@ -226,8 +247,11 @@ class Fragment:
                 table[key], tensor = buffer, _real(buffer)
             tensor.copy_(view)
 
-    def start(self, step: int, *, due: int, num_forwards: int) -> None:
-        """Starts the exchange of the difference to the replica's own parameters."""
+    def start(self, step: int, *, due: int, num_forwards: int, is_stopping: bool) -> None:
+        """Starts the exchange of the difference to the replica's own parameters.
+
+        `is_stopping`: a signal has asked this rank to stop.
+        """
         self.require_same()
         replicas, own = self._replicas, self._share
         column = replicas.column
@@ -251,6 +275,7 @@ class Fragment:
             "numel": numel % MODULO,
             "settings": replicas.settings.digest % MODULO,
             "not_finite": bad,
+            "stopping": float(is_stopping),
         }
         if self._is_new:
             facts["fingerprint"] = self._fingerprint()
@@ -383,6 +408,7 @@ class Fragment:
             copied.synchronize()
         replicas = self._replicas
         of_ranks = replicas.of_ranks(self._facts, values[:-1])
+        self.is_stopping = any(facts.stopping for facts in of_ranks.values())
         require_alike(of_ranks, replicas.settings, replicas.all_ranks, fragment=self.index)
         error = not_finite(of_ranks, list(self._places), fragment=self.index)
         if error is None and values[-1]:
@@ -430,6 +456,7 @@ class Fragment:
         self.values[numel:].copy_(flight.mean[numel:])
         self.write(self.values, mix=outer.mix)
         self.flight = None
+        self.has_stepped = True
 
 
 def _fill(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -442,6 +469,11 @@ def _fill(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             error=CheckpointError,
         )
         view.copy_(values[name].view(view.shape))
+
+
+def _are_same_place(place: BufferPlace, key: object) -> bool:
+    table, name = place
+    return isinstance(key, tuple) and key[0] is table and key[1] == name
 
 
 def _real(tensor: Tensor) -> Tensor:

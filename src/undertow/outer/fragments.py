@@ -92,6 +92,16 @@ class Fragments:
         """Follows parameters that a load has put in the place of others, which it returns."""
         return [param for fragment in self._all for param in fragment.follow(present)]
 
+    @property
+    def have_stepped(self) -> bool:
+        """True if every fragment has taken an outer step: the global values are trained ones."""
+        return all(fragment.has_stepped for fragment in self._all)
+
+    def global_copy(self, key: object) -> Tensor | None:
+        """Returns a copy of the global value of a parameter, or of the buffer at a place."""
+        copies = (fragment.global_copy(key) for fragment in self._all)
+        return next((copy for copy in copies if copy is not None), None)
+
     # The replica's own tensors.
 
     def own(self) -> list[Tensor]:
@@ -137,6 +147,7 @@ class Fragments:
         )
         for place, fragment in enumerate(self._all):
             due = state["due"][place] if has_same else None
+            fragment.has_stepped = state["num_synchronizations"] >= len(self._all)
             fragment.take(state["global"], state["momentum"], state["mean"], due)
 
     def _named(self, flat_of: Callable[[Fragment], Tensor | None]) -> dict[str, Tensor]:

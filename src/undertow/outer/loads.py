@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,8 +46,12 @@ class OuterLoads(StepListener):
 
     def values(self) -> Values:
         """Returns the fingerprints of the parameters."""
-        params = list(self.present().values())
-        if not params:
-            return []
-        found: Values = fingerprints(params, device=params[0].device).tolist()
-        return found
+        return values_of(list(self.present().values()))
+
+
+def values_of(params: Sequence[Tensor]) -> Values:
+    """Returns the fingerprints of tensors."""
+    if not params:
+        return []
+    found: Values = fingerprints(list(params), device=params[0].device).tolist()
+    return found

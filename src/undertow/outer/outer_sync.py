@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,14 +26,15 @@ from undertow.outer.aside import Aside
 from undertow.outer.comparisons import Comparisons
 from undertow.outer.fragment import BufferPlace, Fragment
 from undertow.outer.fragments import Fragments, tensors_of, turns_of
-from undertow.outer.loads import OuterLoads
+from undertow.outer.loads import OuterLoads, Values, values_of
 from undertow.outer.measured import Timings, given_turns, measured_turns
 from undertow.outer.replicas import Replicas, open_replicas
+from undertow.outer.state_dicts import StateDicts
 from undertow.outer.steps import StepCounter
 from undertow.plan.fragments import Turns, layers_of
 from undertow.ranks.agreement import surroundings
 from undertow.ranks.transport import OwnGroup
-from undertow.torch_private import private
+from undertow.torch_private import private, tables
 from undertow.trace import OuterReport
 
 _of_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OuterSync]] = (
@@ -70,8 +72,12 @@ class OuterSync(StepListener):
         self._copied: Mapping[str, Any] | None = None  # a state to begin with
         self._has_state = False  # was loaded, and no step has followed
         self._aside = Aside()
+        self._stop = engine.checks.stop
         self._comparisons = Comparisons(all_ranks, engine.current_plan.members)
         self.is_closed = False
+        self._state_dicts: StateDicts | None = None  # of `save_global`
+        self._has_warned = False
+        self._module = weakref.ref(private.unwrapped(module))
         self._steps = steps = StepCounter(engine)
         self.loads = OuterLoads(engine.current_plan)  # into the module
         _of_modules[private.unwrapped(module)] = weakref.ref(self)
@@ -156,6 +162,22 @@ class OuterSync(StepListener):
         self._turns = None
         self.reset()
         self._take(state)
+
+    def save_global(self) -> None:
+        """Gives `state_dict()` of the module, of its parts and of the wrapper copies of the global
+        parameters from now on, so that a file that one rank writes has them.
+
+        Until every fragment was exchanged once, and after a load until then, state dicts have the
+        replica's own parameters; a warning says so. `undertow run` calls it.
+        """
+        module = self._module()
+        if self._state_dicts is None and module is not None:
+            self._state_dicts = StateDicts(module, self._global_copy)
+
+    @property
+    def saves_global(self) -> bool:
+        """True after `save_global`."""
+        return self._state_dicts is not None
 
     def __repr__(self) -> str:
         turns = self._turns
@@ -263,12 +285,41 @@ class OuterSync(StepListener):
         """Waits for exchanges on their way, which other ranks need, and ends the threads."""
         self.is_closed = True
         self._aside.forget()
+        if self._state_dicts is not None:
+            self._state_dicts.close()
         if self._replicas is None:
             return
         with contextlib.suppress(RuntimeError):
             if self.all_ranks.is_alive:
                 self._fragments.arrive()
         self._replicas.close()
+
+    def own_state_dicts(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which state dicts have the replica's own tensors."""
+        hooks = self._state_dicts
+        return contextlib.nullcontext() if hooks is None else hooks.off()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _global_copy(self, part: nn.Module, key: str, tensor: Tensor) -> Tensor | None:
+        """Returns a copy of a global value for a state dict; None if the replica's own is to be
+        there. Never communicates."""
+        if self._replicas is None or self._is_shown or self.loads.are_new:
+            return None  # it is global, or was just loaded
+        if not self._fragments.have_stepped:
+            if self._steps.num_steps and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    "state_dict() has only this replica's own parameters: not every fragment was "
+                    f"exchanged yet, after {self._steps.num_steps} steps.\n"
+                    f"  outer.every={self._outer.every}, rank {self.all_ranks.rank}\n"
+                    "  Train for more steps before the save, or set a smaller outer.every.",
+                    stacklevel=2,
+                )
+            return None
+        self._fragments.require_same()
+        is_param = isinstance(tensor, nn.Parameter)
+        return self._fragments.global_copy(tensor if is_param else (tables.own_buffers(part), key))
 
     # A step.
 
@@ -332,7 +383,14 @@ class OuterSync(StepListener):
         for part in due:
             self._finish(part)
         for part in starting:
-            part.start(step, due=step + turns.delay, num_forwards=self._steps.num_forwards)
+            part.start(
+                step,
+                due=step + turns.delay,
+                num_forwards=self._steps.num_forwards,
+                is_stopping=self._stop.is_pending,
+            )
+            if not part.is_read_at_end:  # it has just read the exchange before
+                self._stop.exchange_ends(is_told=part.is_stopping)
             if turns.delay == 0:
                 self._finish(part)
 
@@ -342,6 +400,8 @@ class OuterSync(StepListener):
         part.arrive()
         self._timings.note_exchange(part, exposed_s=time.perf_counter() - start_s)
         part.step()
+        if part.is_read_at_end:
+            self._stop.exchange_ends(is_told=part.is_stopping)
         self.num_synchronizations += 1
         every = self._config.check_replicas_every
         if every is not None and self.num_synchronizations % every == 0:
@@ -387,7 +447,7 @@ class OuterSync(StepListener):
         if self._has_state:
             return
         now = self.loads.values()
-        if now == before:
+        if now == before or self._are_global(now):
             return
         brought_back = self._aside.take(now)
         if brought_back is not None:
@@ -396,6 +456,15 @@ class OuterSync(StepListener):
             return
         self._aside.keep(before, self._fragments)
         self._restart()
+
+    def _are_global(self, values: Values) -> bool:
+        """Returns True if these are the values of the global parameters, which `save_global` has
+        put into a state dict: training goes on from there, with the same outer momentum."""
+        if self._state_dicts is None or not self._fragments.have_stepped:
+            return False
+        found = map(self._fragments.global_copy, self.loads.present().values())
+        copies = [copy for copy in found if copy is not None]
+        return len(copies) == len(values) and values == values_of(copies)
 
     def _follow_tensors(self, fragments: Fragments) -> None:
         """Follows a load that has put other tensors in the place of parameters."""

@@ -40,6 +40,7 @@ FACTS: Mapping[str, FactKind] = {
     "changed": FactKind.RANK_FLAGS,  # parameters, or the hook, differ from the plan's
     "loaded": FactKind.RANK_FLAGS,  # load_state_dict has run since the last synchronization
     "nonfinite": FactKind.RANK_FLAGS,  # a gradient is not finite
+    "stopping": FactKind.RANK_FLAGS,  # a signal has asked the rank to stop
     "late": FactKind.ITEM_FLAGS,  # a gradient arrived again after the bucket was sent
     "busy_ms": FactKind.NUMBERS,  # time since the rank finished the previous synchronization
 }

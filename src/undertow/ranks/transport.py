@@ -75,7 +75,7 @@ class OwnGroup:
         # communication hooks and torch's join, as long as they use the user's group
         self.borrowers: set[str] = set()
         self._within = within
-        self._limits = limits
+        self.limits = limits
         # reentrant: collecting a model here may destroy the group being interrupted
         self._destroying = threading.RLock()
         self._group: weakref.ref[dist.ProcessGroup] | None = None
@@ -122,14 +122,14 @@ class OwnGroup:
             return
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
-            self.watch = watch_over(ranks, self.rank, self._limits, self.here, within_s=within_s)
+            self.watch = watch_over(ranks, self.rank, self.limits, self.here, within_s=within_s)
         else:
             self.watch = self._within.watch
         self.watch.groups.append(weakref.ref(self))
         what = "all ranks, to make a process group"
         self.makes_call(what)
         with self.waiting(what):
-            meet(ranks, self.rank, self._limits, self.watch, within_s=within_s)
+            meet(ranks, self.rank, self.limits, self.watch, within_s=within_s)
             self._group = weakref.ref(self._made())
 
     def _made(self) -> dist.ProcessGroup:

@@ -162,6 +162,11 @@ class GradientSync:
         last step, experts last."""
         return tuple(name for engine in self._whole.engines for name in engine.unused_parameters)
 
+    @property
+    def stop_requested(self) -> bool:
+        """True from the same step on every rank, after a signal of `stop_on_signal` on any rank."""
+        return self._own.stop.is_requested
+
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Context that makes backward only accumulate gradients.

@@ -22,6 +22,7 @@ from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward
 from undertow.engine.step_events import StepEvents
 from undertow.engine.steps import EngineSteps
+from undertow.engine.stop import StopRequest
 from undertow.errors import PhaseError, require
 from undertow.mesh.axes import everyone, other_groups
 from undertow.mesh.local_tensors import distributed
@@ -114,6 +115,14 @@ class GroupSync:
     @property
     def rank(self) -> int:
         return self.all_ranks.rank
+
+    @property
+    def stop(self) -> StopRequest:
+        """The request to stop; a rank without others follows its own."""
+        stop = self.engine.checks.stop
+        if self.all_ranks.num_ranks == 1:
+            stop.follow_alone()
+        return stop
 
     def require_open(self, call: str) -> None:
         """Raises PhaseError after `close()`, when `call` would average nothing."""
@@ -283,7 +292,7 @@ class GroupSync:
         """
         if self.is_closed:  # by a call that was interrupted before it closed the experts
             return
-        self.is_closed = True
+        self.is_closed = self.engine.checks.stop.is_closed = True
         is_backward_due = self.engine.is_backward_due
         try:
             if self.group.is_alive:

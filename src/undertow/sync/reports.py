@@ -39,6 +39,7 @@ def report_of(part: GroupSync) -> StepReport:
     )
     return dataclasses.replace(
         report,
+        save_waited_ms=1000 * engine.save_waited_s,
         why_fixed=why_fixed(compiled.reducer),
         not_tried=plans_not_tried(engine.current_plan.hooks),
         wire=part.config.wire,

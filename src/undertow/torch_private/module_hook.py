@@ -52,6 +52,26 @@ class LoadHook(ModuleHook):
         return partial, (str.format, "")  # takes anything and does nothing
 
 
+class StateDictHook(ModuleHook):
+    """A hook after `state_dict`, which calls `then` with the module, the state dict and the prefix
+    of its names."""
+
+    def __call__(self, called: nn.Module, *arguments: Any) -> None:
+        if called is self._module():
+            state, prefix, *_ = arguments
+            self._then(called, state, prefix)
+
+
+def after_state_dicts(module: nn.Module, then: Callable[..., object]) -> Callable[[], None]:
+    """Calls `then` for each part of a module whose tensors a state dict has got, scripts excepted;
+    returns a function that ends this."""
+    hooks = contextlib.ExitStack()
+    for _, part in named_modules(module):
+        if not private.is_script(part):
+            hooks.callback(part._register_state_dict_hook(StateDictHook(part, then)).remove)  # type: ignore[no-untyped-call]
+    return hooks.close
+
+
 def before_loads(module: nn.Module, then: Callable[[nn.Module], object]) -> Callable[[], None]:
     """Calls `then` before a load into the module or a part of it, scripts excepted; returns a
     function that ends this.

@@ -54,6 +54,8 @@ class StepReport(Shown):
     # the first recorded step under this plan; None: all recorded steps ran under it
     plan_since: int | None = None
     num_skipped: int  # by nonfinite="skip", since the model was wrapped
+    # that calls waited for a save in the background, since the model was wrapped
+    save_waited_ms: float = 0.0
     why_fixed: str = ""  # why no other plan is tried; empty if some are
     not_tried: tuple[str, ...] = ()  # plans that could not be tried, and why
     # the settings of this name
@@ -368,6 +370,13 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
             "Plans that could not be tried, so the present plan stayed: "
             f"{'; '.join(report.not_tried)}"
         )
+    yield from _counts(report)
+
+
+def _counts(report: StepReport) -> "Iterator[RenderableType]":
+    """Yields the counts since the model was wrapped that are not 0."""
+    if report.save_waited_ms > 0:
+        yield f"Waited for saves in the background: {report.save_waited_ms:.0f} ms"
     if report.num_skipped > 0:
         yield f"Optimizer steps skipped because of non-finite gradients: {report.num_skipped}"
 

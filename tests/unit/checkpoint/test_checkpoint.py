@@ -67,7 +67,7 @@ def test_any_tool_opens_the_files(saved: Path) -> None:
         "0.weight/exp_avg_sq[0:6]",
     }
     assert torch.equal(state["0.weight/exp_avg[0:6]"].view(3, 2), optimizer.state[model[0].weight]["exp_avg"])
-    assert (shown["format"], shown["extra"], shown["num_files"]) == (3, {"step": 2}, 1)
+    assert (shown["format"], shown["extra"], [*shown["files"]]) == (4, {"step": 2}, [STATE])
     (of_optimizer,) = shown["optimizers"]
     assert of_optimizer["optimizer"] == "AdamW"
     assert of_optimizer["param_groups"][0]["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -228,7 +228,7 @@ def test_what_the_files_do_not_hold_is_refused_by_its_name(
 def test_no_index_is_saved_that_is_too_large_to_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("undertow.checkpoint.files._MOST_BYTES", 100)
     found = text_of(CheckpointError, lambda: save_checkpoint(tmp_path / "saved", nn.Linear(1, 1), extra="x" * 100))
-    assert re.match(r"extra and the names of parameters take 1\d\d bytes as JSON, more than an index may have\.\n", found)
+    assert re.match(r"extra and the names of parameters take 2\d\d bytes as JSON, more than an index may have\.\n", found)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,20 @@ def change_tensors(name: str, **entries: torch.Tensor | None) -> Callable[[Path]
 
 
 def change_state(**entries: torch.Tensor | None) -> Callable[[Path], object]:
-    return change_tensors(STATE, **entries)
+    def change(saved: Path) -> None:
+        change_tensors(STATE, **entries)(saved)
+        change_index(files={STATE: list(load_file(saved / STATE))})(saved)
+
+    return change
+
+
+def change_group(**settings: Any) -> Callable[[Path], object]:
+    def change(saved: Path) -> None:
+        (of_optimizer,) = json.loads((saved / INDEX).read_text())["optimizers"]
+        (group,) = of_optimizer["param_groups"]
+        change_optimizer(param_groups=[{**group, **settings}])(saved)
+
+    return change
 
 
 # What is there instead of a file, which is elsewhere now. Opening a fifo would block for ever.
@@ -295,6 +308,7 @@ SPECIAL: dict[str, Callable[[Path, Path], object]] = {
     "a fifo": lambda path, _: os.mkfifo(path),
 }
 HALF = torch.zeros(3)
+OUTER = {"step": 1, "num_forwards": 1, "num_synchronizations": 0, "turns": None, "due": [None]}
 OTHER_TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "half of the elements": (
         change_state(**{"0.weight/exp_avg[0:6]": None, "0.weight/exp_avg[0:3]": HALF}),
@@ -312,6 +326,24 @@ OTHER_TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
         change_tensors(MODEL, **{"0.weight": torch.zeros(2, 3)}),
         r"shape \(2, 3\), and the model's is .* \(3, 2\)",
     ),
+    "a state that the index does not list": (change_tensors(STATE, more=HALF), "differ: only one of them has 'more'"),
+    "a model of integers": (
+        change_tensors(MODEL, **{"0.weight": torch.zeros(3, 2, dtype=torch.int32)}),
+        r"has '0.weight' of torch.int32 and shape \(3, 2\), and the model's is of torch.float32",
+    ),
+    "a state of integers": (
+        change_state(**{"0.weight/exp_avg[0:6]": torch.zeros(6, dtype=torch.int64)}),
+        "has 'exp_avg' of '0.weight' of torch.int64 .* for a parameter of torch.float32",
+    ),
+    "a file of nobody": (
+        lambda saved: (saved / "optimizer-1.safetensors").write_bytes(b""),
+        "optimizer-1.safetensors belongs to no",
+    ),
+    "a note": (lambda saved: (saved / "notes.txt").touch(), "notes.txt belongs to no entry of undertow.json"),
+    "a folder": (lambda saved: (saved / "more").mkdir(), "more belongs to no entry of undertow.json"),
+    "an empty model": (lambda saved: (saved / MODEL).write_bytes(b""), "model.safetensors cannot be read"),
+    "an empty state": (lambda saved: (saved / STATE).write_bytes(b""), "optimizer-0.safetensors cannot be read"),
+    "no model": (lambda saved: (saved / MODEL).unlink(), "model.safetensors is missing"),
     "a tensor too many": (change_tensors(MODEL, more=HALF), "has 'more', which the model does not have"),
     "a tensor too few": (change_tensors(MODEL, **{"0.weight": None}), "has no '0.weight', which the model has"),
     "a gap": (
@@ -320,18 +352,50 @@ OTHER_TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
 }
 INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nested deeply": (text('{"format": 3, "extra": ' + "[" * 100_000 + "]" * 100_000 + "}"), "undertow.json is not"),
-    "a key twice": (text('{"format": 3, "format": 3}'), "undertow.json is not"),
+    "nested deeply": (text('{"format": 4, "extra": ' + "[" * 100_000 + "]" * 100_000 + "}"), "undertow.json is not"),
+    "a key twice": (text('{"format": 4, "format": 4}'), "undertow.json is not"),
     "huge": (
         lambda saved: os.truncate(saved / INDEX, 1 << 40),
         "undertow.json has 1,099,511,627,776 bytes",
     ),  # but not on the disk
     "no optimizer": (change_index(optimizers=[]), "the number of optimizers is 1, and 0 in the checkpoint"),
     "an optimizer that steers a terminal": (change_optimizer(optimizer="\x1b[2J\ud800"), r"the state of \\x1b\[2J\\ud800,"),
-    "more files than a disk holds": (change_index(num_files=10**15), "optimizer-1.safetensors is missing"),
+    "a file that is missing": (change_index(files={STATE: [], "optimizer-1.safetensors": []}), "undertow.json differ"),
+    "only missing files": (change_index(files={"optimizer-7.safetensors": []}), "optimizer-7.safetensors is missing"),
+    "a file elsewhere": (change_index(files={"../optimizer-0.safetensors": []}), "has 'files' as save_checkpoint does not"),
+    "a file too few": (change_index(files={}), "optimizer-0.safetensors belongs to no entry of undertow.json"),
+    "a field too many": (change_index(num_files=1), "has 'num_files', which save_checkpoint does not write"),
+    "a list": (text("[]"), "undertow.json is not"),
+    **{
+        f"{name} as a list": (change_index(**{name: [1]}), f"has '{name}' as save_checkpoint does not write it: ")
+        for name in ("save", "saved_ns", "extra_states", "files", "optimizers")
+    },
+    "an optimizer as a list": (change_index(optimizers=[[]]), "has 'optimizers' as save_checkpoint"),
+    "a group as a list": (change_optimizer(param_groups=[["0.weight"]]), "has 'optimizers' as save_checkpoint"),
+    "parameters as an object": (change_group(params={"0.weight": 1}), "has 'optimizers' as save_checkpoint"),
+    "axes as a list": (change_optimizer(axes=[]), "has 'optimizers' as save_checkpoint"),
+    "other axes": (change_optimizer(axes={"0.weight": [1, 0, 2]}), "has other axes of '0.weight'"),
+    "a time in the past": (change_index(saved_ns=-1), "has 'saved_ns' as save_checkpoint"),
+    "outer as a list": (change_index(outer=[], num_replicas=1, writers=[[0]]), "has 'outer' as save_checkpoint"),
+    "no replicas": (change_index(outer=OUTER, num_replicas=0, writers=[]), "has 'num_replicas' as save_checkpoint"),
+    "writers of others": (change_index(outer=OUTER, num_replicas=2, writers=[[0]]), "has 'writers' of 1 replicas, not 2"),
+    "replicas that are missing": (change_index(outer=OUTER, num_replicas=1, writers=[[0]]), "outer.safetensors is missing"),
+    **{
+        f"lr={lr!r}": (change_group(lr=lr), r"undertow.json has .* for 'lr', and the optimizer 0.1")
+        for lr in ("0.1", float("nan"), float("inf"), None, True, [0.1], {}, 10**400)
+    },
+    "lr=1e400": (
+        lambda saved: (saved / INDEX).write_text((saved / INDEX).read_text().replace('"lr": 0.1', '"lr": 1e400')),
+        "undertow.json has inf for 'lr', and the optimizer 0.1",
+    ),
+    "betas as a number": (change_group(betas=0.9), r"has 0.9 for 'betas', and the optimizer \(0.9, 0.999\)"),
+    "three betas": (change_group(betas=[0.9, 0.9, 0.9]), "for 'betas'"),
+    "a text among betas": (change_group(betas=[0.9, "0.999"]), "for 'betas'"),
+    "a flag as a text": (change_group(amsgrad="no"), "has 'no' for 'amsgrad', and the optimizer False"),
+    "a scheduler's rate as a text": (change_group(initial_lr="0.1"), "has '0.1' for 'initial_lr', and the optimizer None"),
     "no groups": (change_optimizer(param_groups=[]), "the checkpoint's 0 parameter groups differ from the optimizer's 1"),
     "a tensor as a value": (change_index(extra_states={"0.weight": 1}), "has '0.weight' as a value, and the model's is"),
-    "axes twice": (change_optimizer(axes={"0.weight": [0, 0]}), "it was not possible to load a checkpoint"),
+    "axes twice": (change_optimizer(axes={"0.weight": [0, 0]}), "has 'optimizers' as save_checkpoint does not write it"),
 }
 
 
@@ -384,7 +448,7 @@ def test_a_checkpoint_of_torchs_format_is_refused_with_the_way_out(tmp_path: Pat
         (path / name).write_bytes(b"\x80\x04")
     (path / INDEX).write_text('{"format": 1, "optimizer": null, "extra": null}')
     assert has_checkpoint(path)
-    assert "undertow.json is of format 1, and this version reads format 3." in refusal(path)
+    assert "undertow.json is of format 1, and this version reads format 4." in refusal(path)
     assert text_of(CheckpointError, lambda: save_checkpoint(path, nn.Linear(1, 1))).startswith(
         ".metadata is not part of a checkpoint"
     )

@@ -188,8 +188,8 @@ def ranges_of(trailer: Trailer) -> list[range]:
     [
         (
             trailer_at(100, num_slots=3, num_buckets=2, num_ranks=4),
-            (100, 103, 151, 199, 203, 207, 211, 215, 219, 221, 225),
-            range(221, 225),
+            (100, 103, 151, 199, 203, 207, 211, 215, 219, 223, 225, 229),
+            range(225, 229),
         ),
         (trailer_at(100, num_slots=3), (100, 103, 151), range(151, 151)),
     ],

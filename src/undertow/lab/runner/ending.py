@@ -13,6 +13,9 @@ from undertow.sync.gradient_sync import GradientSync
 from undertow.trace.step_report import StepReport
 from undertow.whole_file import write_whole
 
+_GLOBAL = """Each rank has trained a replica. Files of model.state_dict() have the global
+parameters, as they were after the last exchange.
+"""
 _REPLICAS = """Each rank has trained a replica, and model.state_dict() has only its own parameters:
 a file that rank 0 has written holds one replica. To save the global parameters, write
 
@@ -39,7 +42,7 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
 
         Console(stderr=True).print(report, sync.explain().in_brief, soft_wrap=True)
         if sync.outer is not None:
-            print(_REPLICAS, file=sys.stderr)
+            print(_GLOBAL if sync.outer.saves_global else _REPLICAS, file=sys.stderr)
     if out is not None:
         _write(sync, report, profile, Path(out), number)
 

@@ -28,6 +28,8 @@ class Wrapped(DistributedDataParallel):
         if out is not None:
             os.environ.setdefault(TRACE, os.path.join(out, "traces"))
         super().__init__(*args, **kwargs)
+        if self.outer is not None and "outer" in self._overrides:
+            self.outer.save_global()  # the program does not know that it trains replicas
         # Also at the end of the program.
         weakref.finalize(self, _ends, self.sync, out, next(_numbers), os.getpid())
 

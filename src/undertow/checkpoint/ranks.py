@@ -1,0 +1,172 @@
+"""The ranks that save or load a checkpoint together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from undertow.checkpoint.background import LAST
+from undertow.config import SyncConfig, refused
+from undertow.ddp.wrapper import DistributedDataParallel
+from undertow.engine.engine import Engine
+from undertow.engine.hooks import earlier_watchers
+from undertow.errors import CheckpointError
+from undertow.mesh.local_tensors import distributed
+from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.outer.outer_sync import outer_of
+from undertow.ranks.agreement import gather_bytes
+from undertow.ranks.group import GroupRef
+from undertow.ranks.guard import over_users
+from undertow.ranks.transport import OwnGroup, all_gather_over
+from undertow.torch_private import tables
+
+_Result = TypeVar("_Result")
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that save or load together; `group` is None for a single process."""
+
+    to: str  # what they do
+    path: Path
+    group: dist.ProcessGroup | None = None
+    device: torch.device = _HOST  # of messages: the model's, unless the backend takes the host's
+    engines: tuple[Engine, ...] = ()  # which synchronize the model
+
+    @classmethod
+    def meet(
+        cls,
+        path: Path,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        to: str,
+    ) -> Self:
+        """Waits for all ranks. The work that follows has no time limit: disks may be slow.
+
+        It first ends a backward that has failed here: other ranks are still in theirs and arrive
+        only after that.
+        """
+        _require_no_experts(model, optimizers)
+        if distributed(param for _, param in tables.named_parameters(model)):
+            raise refused("checkpoint", "tensor_parallel", where="save_checkpoint, load_checkpoint")
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(to, path)
+        engines = earlier_watchers(tables.named_parameters(model)).values()
+        for engine in engines:
+            engine.siblings.wait_for_parameters()
+        group = _group_of(model, optimizers, engines) or dist.group.WORLD
+        assert group is not None  # torch.distributed is initialized
+        device = next((param.device for _, param in tables.named_parameters(model)), _HOST)
+        can = GroupRef.of(group).abilities_for(device)
+        ranks = cls(to, path, group, _HOST if can.send_from_host else device, tuple(engines))
+        ranks.from_all("", waits_for=f"all ranks, to {to}")
+        return ranks
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def limits(self) -> SyncConfig:
+        """The settings of the model, by default the usual ones."""
+        return next((own.limits for own in self._watched), SyncConfig())
+
+    @property
+    def _watched(self) -> list[OwnGroup]:
+        return [engine.current_plan.group for engine in self.engines]
+
+    def has_lost_one(self) -> bool:
+        """Returns True if a rank is known to be gone."""
+        return any(own.is_broken for own in self._watched)
+
+    def settle_background(self) -> None:
+        """Waits for the save in the background before, on every rank; raises its error on all."""
+
+        def settle() -> None:
+            waited_s, error = LAST.settled()
+            for engine in self.engines[:1]:
+                engine.save_waited_s += waited_s
+            if error:
+                raise CheckpointError(error)
+
+        self.agree(settle)
+
+    def agree(self, work: Callable[[], _Result]) -> _Result:
+        """Returns the result of `work`; if it fails on a rank, every rank raises the same error."""
+        result = cause = None
+        text = ""
+        try:
+            result = work()
+        except Exception as error:  # of any kind: other ranks are about to wait for this one
+            cause = error
+            failure = CheckpointError(
+                f"it was not possible to {self.to} in {self.path}.",
+                where=f"{type(error).__name__}: {error}",
+                remedy="A checkpoint that was there before is still there.",
+            )
+            text = str(error if isinstance(error, CheckpointError) else failure)
+        failed = [text for text in self.from_all(text) if text]
+        if failed:
+            raise CheckpointError(failed[0]) from cause
+        return result  # type: ignore[return-value]  # it has not failed
+
+    def agree_on_first(self, work: Callable[[], Path | None]) -> Path:
+        """Runs `work` on the first rank only, and returns its path on every rank."""
+        path = self.agree(lambda: work() if self.rank == 0 else None)
+        return Path(self.from_all(str(path))[0])
+
+    def from_all(self, text: str, *, waits_for: str = "") -> list[str]:
+        """Returns the texts of all ranks."""
+        if self.group is None:
+            return [text]
+        gather = partial(all_gather_over, group=self.group)
+        with over_users(self.group, waits_for):
+            texts = gather_bytes(text.encode(), gather, self.device)
+        return [text.decode() for text in texts]
+
+
+def _group_of(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    engines: Iterable[Any],
+) -> dist.ProcessGroup | None:
+    """Returns the group of the ranks that have this model.
+
+    Returns None, for the default group, if nothing synchronizes the model or different groups
+    synchronize parts of it.
+    """
+    outer = outer_of(model)
+    if outer is not None:
+        return outer.all_ranks.user.group or outer.all_ranks.process_group
+    sharded = [each for each in optimizers if isinstance(each, ShardedOptimizer)]
+    given = sharded[0] if sharded else model
+    if isinstance(given, ShardedOptimizer | nn.parallel.DistributedDataParallel):
+        return given.process_group
+    # A bare model does not know its group. Two groups whose models have the same names would write
+    # one mixed checkpoint.
+    groups: list[OwnGroup] = [engine.current_plan.group for engine in engines]
+    watching = [own for own in groups if own.num_ranks > 1]
+    if len({own.user.ranks for own in watching}) != 1:
+        return None
+    return watching[0].user.group or watching[0].process_group
+
+
+def _require_no_experts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    is_of_experts = any(
+        isinstance(each, ShardedOptimizer) and each._sync.config.experts for each in optimizers
+    )
+    if is_of_experts or (isinstance(model, DistributedDataParallel) and model.sync.config.experts):
+        raise refused("experts", "checkpoint", where="save_checkpoint, load_checkpoint")

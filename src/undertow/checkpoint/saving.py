@@ -1,0 +1,191 @@
+"""One save: the files that this rank writes, and how all ranks complete the folder.
+
+Reasons: docs/design/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from undertow.checkpoint import contents, files
+from undertow.checkpoint.background import LAST, BackgroundSave, Task
+from undertow.checkpoint.ranks import Ranks
+from undertow.checkpoint.tensors import require_stored
+from undertow.engine.step_settings import require_same_settings, settings_of, text_of
+from undertow.optim.sharded_optimizer import ShardedOptimizer
+from undertow.outer.outer_sync import OuterSync, outer_of
+from undertow.torch_private import private, tables
+
+
+class Saving:
+    """A save of all ranks. They call its methods in this order:
+
+    prepare ──> write | write_in_background
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        keep: int | None,
+    ) -> None:
+        self._ranks, self._model, self._optimizers, self._keep = ranks, model, optimizers, keep
+        self._outer = outer_of(model)
+        self._writers = _writers(self._outer, ranks.size, optimizers)
+        self._of_model: contents.Contents = ({}, {})
+        self._of_state: contents.Contents = ({}, {})  # of the optimizers
+        self._of_outer: dict[str, Tensor] = {}
+        self._index: dict[str, Any] = {}
+        self._entries: dict[int, list[str]] = {}  # of the optimizers' files, by rank
+        self._token = self._text = ""  # of this save, and of its index
+
+    def prepare(self, extra: object) -> Path:
+        """Returns the new folder. Raises the same error on every rank."""
+        ranks = self._ranks
+        names_of = {
+            id(param): name
+            for name, param in tables.named_parameters(private.unwrapped(self._model))
+        }
+        of_each = [settings_of(each, names_of, names_of) for each in self._optimizers]
+        text = text_of(tuple(chain.from_iterable(of_each)))
+        require_same_settings(ranks.from_all(text), where="save_checkpoint")
+        ranks.agree(lambda: self._collect(extra))
+        self._share_entries()
+        return ranks.agree_on_first(self._open_folder)
+
+    def _collect(self, extra: object) -> None:
+        """Takes references to everything that is saved."""
+        names = contents.Names(self._model)
+        files.require_json(extra, "extra")
+        files.require_json(names.extra_states, "state_dict")
+        index = self._index = {"extra": extra, "extra_states": names.extra_states}
+        self._of_model = contents.contents_of_model(names)
+        outer = self._outer
+        if outer is not None:
+            self._of_outer, about = contents.contents_of_outer(outer)
+            index |= {
+                "outer": about,
+                "writers": self._writers,
+                "num_replicas": len(outer.places),
+            }
+        index["optimizers"] = [
+            contents.add_contents_of_optimizer(names, each, *self._of_state)
+            for each in self._optimizers
+        ]
+        for tensors in (self._of_model[0], self._of_state[0], self._of_outer):
+            require_stored(tensors)
+
+    def _share_entries(self) -> None:
+        """Tells all ranks the entries of each, and keeps those that this rank stores."""
+        rank = self._ranks.rank
+        tensors, texts = self._of_state
+        writes = any(rank in of_replica for of_replica in self._writers)
+        own = [*tensors, *texts] if writes else []
+        of_ranks = self._ranks.from_all(json.dumps([secrets.token_hex(8), own]))
+        (self._token, _), *_ = told = list(map(json.loads, of_ranks))
+        self._entries = _without_repeats([entries for _, entries in told], self._writers)
+        for entry in {*tensors, *texts} - {*self._entries.get(rank, ())}:
+            tensors.pop(entry, None)
+            texts.pop(entry, None)
+
+    def _open_folder(self) -> Path:
+        """Called on the first rank."""
+        self._index["files"] = {
+            files.optimizer_file(rank): entries for rank, entries in self._entries.items()
+        }
+        saved_ns = files.saved_ns(self._ranks.path, time.time_ns())
+        self._text = files.index_text(self._token, saved_ns, self._index)
+        return files.folder_for_saving(self._ranks.path)
+
+    def _each_own_file(self, put: Callable[[str, contents.Contents], object]) -> None:
+        """Calls `put` with each file of this rank, while the model has the values to save."""
+        rank, outer = self._ranks.rank, self._outer
+        with contextlib.nullcontext() if outer is None else outer.synchronized():
+            if rank == 0:
+                put(files.MODEL, self._of_model)
+        if outer is not None and rank == outer.places[outer.replica][0]:
+            put(files.replica_file(outer.replica), self._of_model)
+        if outer is not None and rank == 0:
+            put(files.OUTER, (self._of_outer, {}))
+        if rank in self._entries:
+            put(files.optimizer_file(rank), self._of_state)
+
+    def _finish(self) -> None:
+        """Completes the folder, on the first rank."""
+        files.put_in_place(self._ranks.path, self._text)
+        if self._keep is not None:
+            files.remove_older(self._ranks.path, self._keep)
+
+    def write(self, folder: Path) -> None:
+        """Writes and completes the checkpoint. Raises the same error on every rank."""
+
+        def put(name: str, of_file: contents.Contents) -> None:
+            files.write_tensors(folder / name, *of_file)
+
+        self._ranks.agree(lambda: self._each_own_file(put))
+        self._ranks.agree_on_first(self._finish)
+
+    def write_in_background(self, folder: Path) -> BackgroundSave:
+        """Copies the files of this rank; a thread writes them."""
+        ranks = self._ranks
+        statuses = files.Statuses(folder, self._token, rank=ranks.rank)
+        copies: dict[str, contents.Contents] = {}
+
+        def copy() -> None:
+            statuses.begin()
+            self._each_own_file(lambda name, of: copies.update({name: contents.copied(of)}))
+
+        ranks.agree(copy)
+        task = Task(
+            path=ranks.path,
+            token=self._token,
+            rank=ranks.rank,
+            num_ranks=ranks.size,
+            statuses=statuses,
+            finish=self._finish,
+            limit_s=ranks.limits.stall_timeout_s,
+            is_hopeless=ranks.has_lost_one,
+        )
+        save = BackgroundSave(task, copies)
+        LAST.set(save)
+        return save
+
+
+def _without_repeats(
+    of_ranks: Sequence[list[str]], writers: Sequence[Sequence[int]]
+) -> dict[int, list[str]]:
+    """Returns the entries that each writer stores: if several ranks of a replica have an entry (a
+    scalar, a replica of a mesh), the first of them writes it."""
+    found: dict[int, list[str]] = {}
+    for of_replica in writers:
+        earlier: set[str] = set()
+        for rank in of_replica:
+            found[rank] = [entry for entry in of_ranks[rank] if entry not in earlier]
+            earlier.update(found[rank])
+    return found
+
+
+def _writers(
+    outer: OuterSync | None, num_ranks: int, optimizers: Sequence[Optimizer]
+) -> list[list[int]]:
+    """Returns the ranks that write the state of the optimizers, by replica.
+
+    Without outer synchronization there is one replica.
+    """
+    replicas = [list(range(num_ranks))] if outer is None else outer.places
+    if not optimizers:
+        return [[] for _ in replicas]
+    is_sharded = any(isinstance(each, ShardedOptimizer) for each in optimizers)
+    return [row if is_sharded else row[:1] for row in replicas]

@@ -1,0 +1,85 @@
+"""The request to stop, which a signal makes on some rank and all ranks follow in the same step.
+
+Reasons: docs/design/buckets.md.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+from undertow.engine.round import Findings
+from undertow.ranks.transport import OwnGroup
+
+
+class StopRequest:
+    """The request of one model. A signal handler calls `ask`; other ranks are told in a trailer.
+
+    On the host, all ranks read it when that synchronization ends. On a device they read it later;
+    then they tell it too, and all follow it at the end of the first synchronization in which every
+    rank has told it. `is_of_replica`: the group is one of several replicas. Then exchanges of the
+    replicas tell it instead (`exchange_ends`).
+    """
+
+    def __init__(self, group: OwnGroup, *, is_of_replica: bool) -> None:
+        self.is_requested = False  # on all ranks, from the same step on
+        self.is_closed = False  # nothing synchronizes the model any more
+        self.grace_s: float | None = None  # after a signal, if the user has told it
+        self._group, self._is_of_replica = group, is_of_replica
+        self._is_here = False  # a signal has arrived on this rank
+        self._is_known = False  # on any rank, as far as this one has read
+        self._synchronized_s = time.monotonic()
+
+    def ask(self) -> None:
+        """Called by a signal handler, between any two instructions of the main thread."""
+        self._is_here = True
+
+    def follow_grace(self, seconds: float) -> None:
+        """Warns from now on if ranks could not be told within `seconds`."""
+        self.grace_s, self._synchronized_s = seconds, time.monotonic()
+
+    def follow_alone(self) -> None:
+        """Called on a rank that has no other ranks to tell."""
+        self.is_requested |= self._is_here
+
+    @property
+    def is_pending(self) -> bool:
+        """True if this rank knows of a signal that not all ranks follow yet."""
+        return (self._is_here or self._is_known) and not self.is_requested
+
+    @property
+    def is_told(self) -> bool:
+        """True if the trailer of the next synchronization tells the others."""
+        return self.is_pending and not self._is_of_replica
+
+    def round_ends(self, found: Findings) -> None:
+        """Called after every synchronization, also one that has failed, with its findings."""
+        if self._is_of_replica:
+            return
+        self._watch_time("two synchronizations")
+        if self.is_requested or not found.readings or not found.reported("stopping"):
+            return
+        self._is_known = True
+        told_by = found.reported("stopping", overdue=False)
+        self.is_requested = self._group.hardware.is_host or told_by == sorted(self._group.names)
+
+    def exchange_ends(self, *, is_told: bool) -> None:
+        """Called after an exchange of replicas, in the same step on every rank."""
+        self._watch_time("two exchanges of replicas")
+        self.is_requested |= is_told
+
+    def _watch_time(self, between: str) -> None:
+        if self.grace_s is None:
+            return
+        before_s, self._synchronized_s = self._synchronized_s, time.monotonic()
+        took_s = self._synchronized_s - before_s
+        if took_s > self.grace_s:
+            warnings.warn(
+                f"{took_s:.1f} s passed between {between}: a signal may end this process before "
+                "all ranks know of it.\n"
+                f"  stop_on_signal(seconds={self.grace_s:g}), rank {self._group.name}\n"
+                "  Ask for more time between the signal and the end of the process, or synchronize "
+                "more often.",
+                stacklevel=2,
+            )
+            self.grace_s = None  # once
