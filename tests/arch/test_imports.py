@@ -23,6 +23,7 @@ PURE = [
     "undertow",
     "undertow.foreign",
     "undertow.shown",
+    "undertow.shipped",
     "undertow.errors",
     "undertow.config",
     "undertow.cost",

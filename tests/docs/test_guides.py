@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import typer
@@ -14,7 +15,7 @@ from support.cli import Undertow
 from support.pages import snippets
 from support.project import DOCS, ROOT, SOURCES
 from undertow.cli.app import app
-from undertow.runner.command import _parser as run_parser
+from undertow.runner.command import main as run
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in [*PAGES, *SOURCES]}
@@ -45,8 +46,9 @@ def those_of(program: str) -> list[str]:
 def require_read(words: list[str]) -> None:
     """Raises unless the command `undertow` has these options."""
     if words[0] == "run":
-        read = run_parser().parse_args(words[1:])
-        assert read.command
+        with mock.patch("os.execve") as started:
+            run(words[1:])
+        assert started.call_args.args[1][0] == words[1]
     else:
         typer.main.get_command(app).commands[words[0]].make_context(words[0], words[1:], resilient_parsing=True)
 

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from undertow.errors import NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
+from undertow.errors import (
+    READ_MORE,
+    NonFiniteGradient,
+    PeerFailed,
+    RankLost,
+    StallTimeout,
+    UndertowError,
+)
 from undertow.foreign import printable_lines
 
 _log = logging.getLogger("undertow")
@@ -164,7 +171,7 @@ def failed(rank: int, error: BaseException) -> Fault:
     text = (
         "".join(traceback.format_exception_only(error))
         .strip()
-        .partition("\nSee docs/")[0][:_MAX_TEXT]
+        .partition(f"\n{READ_MORE}")[0][:_MAX_TEXT]
     )
     return Fault(
         PeerFailed,
