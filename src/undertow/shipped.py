@@ -29,8 +29,8 @@ def page_title(path: Path) -> str:
 
 
 def profile_path(path: str | Path) -> Path:
-    """Returns the file of an example profile if `path` is its name, such as "gpt2", and there is no
-    file of that name; otherwise `path`."""
+    """Returns `path`, or the file of the example profile that it names, such as "gpt2", if it does
+    not exist itself."""
     path = Path(path)
     example = _PROFILES / f"{path.name}.json"
     is_name = len(path.parts) == 1 and not path.exists()
