@@ -25,6 +25,7 @@ PURE = [
     "undertow.shown",
     "undertow.shipped",
     "undertow.errors",
+    "undertow.tracebacks",
     "undertow.config",
     "undertow.cost",
     "undertow.plan",
