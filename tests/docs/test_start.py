@@ -134,4 +134,4 @@ def test_results_of_a_run_replace_those_recorded(tmp_path: Path, monkeypatch: py
 
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert (len(text.splitlines()) <= 120, len(text.split()) <= 1200) == (True, True)
+    assert (len(text.splitlines()) <= 100, len(text.split()) <= 1200) == (True, True)
