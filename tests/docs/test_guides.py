@@ -14,8 +14,8 @@ from torch.distributed.run import parse_args
 from support.cli import Undertow
 from support.pages import snippets
 from support.project import DOCS, ROOT, SOURCES
-from undertow.cli.app import app
-from undertow.runner.command import main as run
+from undertow.lab.cli.app import app
+from undertow.lab.runner.command import main as run
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 TEXTS = {page: page.read_text(encoding="utf-8") for page in [*PAGES, *SOURCES]}

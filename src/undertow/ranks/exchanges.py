@@ -159,11 +159,13 @@ class Exchanges:
         carrier, rank = self.carrier, self.group.rank
         messages = parcel.messages(values, carrier.take)
         sizes = [message.numel() for message in messages]
+        # Before the exchange: the side stream waits for it, and so for the stream that makes this
+        # memory. A peer returns the mean of a part only after it has received the part, so the
+        # memory of the part is free by then.
+        means = carrier.prepare(sizes, messages[0].dtype, into=messages)
         flags = None if trailer is None else carrier.start_sum(trailer, tag + 2)
         summands = carrier.exchange(messages, tag)
-        # After these, because an emulated link receives in order. A peer returns the mean of a part
-        # only after it has received the part, so its memory is free by then.
-        means = carrier.expect(sizes, messages[0].dtype, tag + 1, into=messages)
+        carrier.receive(means, tag + 1)  # after these: an emulated link receives in order
 
         def add_up() -> Wait:
             total = carrier.take(len(parcel.parts[rank]), accumulation_dtype(into.dtype))
@@ -197,7 +199,8 @@ class Exchanges:
         carrier, tag, over = self.carrier, _GATHER_TAG + number, self.carrier.group_to_hold()
 
         def post() -> Wait:
-            arriving = carrier.expect_parts(flat, parts, tag, over=over)
+            arriving = carrier.prepare_parts(flat, parts, over=over)
+            carrier.receive(arriving, tag)
             carrier.send_to_all(arriving, tag)
 
             def end() -> None:
@@ -226,7 +229,8 @@ class Exchanges:
         rank, sizes = self.group.rank, parcel.sizes
 
         def post() -> Wait:
-            arriving = carrier.expect(sizes, torch.uint8, tag, over=over)
+            arriving = carrier.prepare(sizes, torch.uint8, over=over)
+            carrier.receive(arriving, tag)
             difference = carrier.take(len(parcel.parts[rank]), parcel.dtype)
             write_difference(difference)
             parcel.write(difference, rank, arriving.own[: sizes[rank]])
