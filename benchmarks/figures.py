@@ -360,7 +360,7 @@ def draw() -> None:
     from undertow.trace import overlap_of
 
     settings = DemoSettings(strategy="zero2")
-    ask = ("examples/profiles/gpt2.json", "--ranks", "64", "--per-node", "8", "--link", "25gbit", "--out", "docs")
+    ask = ("gpt2", "--ranks", "64", "--per-node", "8", "--link", "25gbit", "--out", "docs")
     subprocess.run([str(Path(sys.executable).parent / "undertow"), "simulate", *ask], cwd=ROOT, check=True)
     done = train(settings)
     typical = {WAYS[it.way]: it.typical for it in done}

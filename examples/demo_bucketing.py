@@ -37,10 +37,16 @@ def new_model() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(160, 160), nn.Tanh())))
 
 
+def gradient_of(param: Tensor) -> Tensor:
+    assert param.grad is not None  # after backward
+    return param.grad
+
+
 def reduce_each(model: nn.Module) -> None:
     for param in model.parameters():
-        dist.all_reduce(param.grad)
-        param.grad /= dist.get_world_size()
+        gradient = gradient_of(param)
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
 
 
 def train(link: EmulatedLink, *, is_bucketed: bool) -> Result:
@@ -61,7 +67,7 @@ def train(link: EmulatedLink, *, is_bucketed: bool) -> Result:
         model(torch.randn(32, 160, generator=random)).square().mean().backward()
         if hooks is None:
             reduce_each(model)
-        gradients = [param.grad.clone() for param in model.parameters()]
+        gradients = [gradient_of(param).clone() for param in model.parameters()]
         optimizer.step()
     step_ms = (time.perf_counter() - began_s) / NUM_STEPS * 1e3
     num_collectives = len(link.drain_log()) // NUM_STEPS

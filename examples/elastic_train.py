@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from undertow import (
     DistributedDataParallel,
@@ -115,7 +117,8 @@ def train(options: argparse.Namespace) -> None:
 
 def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
     """One for each sample."""
-    return (model(inputs) - inputs[:, :4].sum(dim=1, keepdim=True)).square().flatten()
+    errors: Tensor = model(inputs) - inputs[:, :4].sum(dim=1, keepdim=True)
+    return errors.square().flatten()
 
 
 def kill_if_asked(options: argparse.Namespace, *, rank: int, step: int) -> None:
@@ -188,9 +191,9 @@ def meet() -> None:
     differently, and would then wait for each other's names forever: on several nodes set
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a new store.
     """
-    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    store, rank, num_ranks = next(rendezvous("env://"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(f"attempt {attempt()}", store)
+        store = PrefixStore(f"attempt {attempt()}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 
 

@@ -9,6 +9,8 @@ or 2 and 3. Dense gradients are averaged over all ranks. An expert's gradients a
 two ranks that hold it and divided by four, because they contain tokens of all ranks.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.back = received, sent, group
         result = rows.new_empty(sum(received), *rows.shape[1:])
@@ -35,8 +37,15 @@ class Exchange(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return Exchange.apply(grad, *ctx.back), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange(grad, *ctx.back), None, None, None
+
+
+def exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    result: Tensor = Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class ExpertLayer(nn.Module):
@@ -59,16 +68,17 @@ class ExpertLayer(nn.Module):
             (chosen // self.num_here).bincount(minlength=self.group.size()),
             [1] * self.group.size(),
         )
-        sent, received = counts.tolist(), Exchange.apply(counts, each, each, self.group).tolist()
+        sent, received = counts.tolist(), exchange(counts, each, each, self.group).tolist()
         kind, here = (
-            Exchange.apply(it[order], sent, received, self.group)
+            exchange(it[order], sent, received, self.group)
             for it in (chosen % self.num_here, tokens)
         )
         done = torch.zeros_like(here)
         for index, expert in enumerate(self.experts):  # even one without tokens
             done = done.index_put((kind == index,), expert(here[kind == index]))
-        back = Exchange.apply(done, received, sent, self.group)
-        return tokens + gate[:, None] * torch.zeros_like(back).index_put((order,), back)
+        back = exchange(done, received, sent, self.group)
+        result: Tensor = tokens + gate[:, None] * torch.zeros_like(back).index_put((order,), back)
+        return result
 
 
 def main() -> None:

@@ -37,7 +37,8 @@ class Block(nn.Module):
         )  # each [batch, head, position, width of a head]
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
+        result: Tensor = x + self.mlp(x)
+        return result
 
 
 class Gpt(nn.Module):
@@ -55,7 +56,8 @@ class Gpt(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.tokens(text) + self.positions(torch.arange(text.shape[1], device=text.device))
-        return self.head(self.norm(self.blocks(x)))
+        scores: Tensor = self.head(self.norm(self.blocks(x)))
+        return scores
 
 
 def repeated(random: torch.Generator) -> Tensor:

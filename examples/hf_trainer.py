@@ -5,6 +5,8 @@ Run with:
     torchrun --nproc-per-node=2 examples/hf_trainer.py
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
@@ -13,8 +15,10 @@ from undertow.integrations.transformers import UndertowTrainer
 
 
 class Prints(TrainerCallback):
-    def on_log(self, args, state, control, logs=None, **_):
-        if state.is_world_process_zero and "loss" in logs:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
+        if state.is_world_process_zero and logs and "loss" in logs:
             print(f"step {state.global_step:3d}  loss {float(logs['loss']):.3f}")
 
 

@@ -25,7 +25,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
 
-from undertow import ShardedOptimizer, SyncConfig
+from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 from undertow.integrations.ray import prepare_model
 
 
@@ -71,7 +71,9 @@ def train(settings: dict[str, Any]) -> None:
     model.close()
 
 
-def report(model: nn.Module, optimizer: ShardedOptimizer, *, step: int, **metrics: float) -> None:
+def report(
+    model: DistributedDataParallel, optimizer: ShardedOptimizer, *, step: int, **metrics: float
+) -> None:
     """Reports metrics and a checkpoint; a collective call, as is every `optimizer.state_dict()`."""
     state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     with tempfile.TemporaryDirectory() as folder:

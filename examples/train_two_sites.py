@@ -70,7 +70,9 @@ def main() -> None:
             save_checkpoint(asked.checkpoint, model, optimizer, extra={"step": step})
 
     # Evaluate and deploy the global parameters, which are the same at every site.
-    with torch.no_grad(), model.outer.synchronized():
+    outer = model.outer
+    assert outer is not None  # with SyncConfig(outer=...)
+    with torch.no_grad(), outer.synchronized():
         inputs = torch.randn(512, 256, generator=torch.Generator().manual_seed(99))
         wanted = inputs[:, :8].sum(dim=1, keepdim=True)
         new = nn.functional.mse_loss(model.module(inputs), wanted)

@@ -23,6 +23,7 @@ from undertow.errors import (
     UndertowError,
     WrongType,
 )
+from undertow.tracebacks import shorten_tracebacks
 from undertow.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ __all__ = [
 ]
 
 logging.getLogger("undertow").addHandler(logging.NullHandler())
+shorten_tracebacks()
 
 
 def __getattr__(name: str) -> Any:

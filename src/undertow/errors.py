@@ -43,22 +43,27 @@ __all__ = [
 ]
 
 
+# the note below a message begins so
+READ_MORE = "Read more: undertow docs "
+
+
 class UndertowError(RuntimeError):
     """Base of all errors of this library; `str()` gives what happened, where, and what to do, one
     line each.
 
     Control characters are shown as escapes, because a traceback prints an error as it is. `page` is
-    the page of the documentation that the traceback names below the message.
+    the page of the documentation that the traceback names below the message: the command
+    `undertow docs PAGE` prints it.
     """
 
-    page = "docs/troubleshooting.md"
+    page = "troubleshooting"
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         # One argument only, so that the error survives pickling between processes unchanged.
         super().__init__(
             printable_lines("\n  ".join(part for part in (what, where, remedy) if part))
         )
-        self.add_note(f"See {self.page}.")
+        self.add_note(f"{READ_MORE}{self.page}")
 
 
 class ConfigError(UndertowError, ValueError):
@@ -72,7 +77,7 @@ class WrongType(ConfigError, TypeError):
 class PlanMismatch(UndertowError):
     """Ranks disagree about parameters, plan or settings; raised on every rank."""
 
-    page = "docs/reliability.md"
+    page = "reliability"
 
 
 class PhaseError(UndertowError):
@@ -82,37 +87,37 @@ class PhaseError(UndertowError):
 class ShardedGradientError(UndertowError):
     """A gradient was used, and each rank has only its shard of it."""
 
-    page = "docs/sharded-optimizer.md"
+    page = "sharded-optimizer"
 
 
 class NonFiniteGradient(UndertowError):
     """A gradient, the norm of all gradients, or a replica's value is not finite (NaN or Inf)."""
 
-    page = "docs/reliability.md"
+    page = "reliability"
 
 
 class ReplicaMismatch(UndertowError):
     """Parameters differ between ranks; raised on every rank."""
 
-    page = "docs/reproducibility.md"
+    page = "reproducibility"
 
 
 class CheckpointError(UndertowError):
     """A checkpoint, or the state of an optimizer, cannot be saved or loaded."""
 
-    page = "docs/checkpoints.md"
+    page = "checkpoints"
 
 
 class Desync(UndertowError):
     """Ranks are in different steps, plan generations or modes; raised on every rank."""
 
-    page = "docs/reliability.md"
+    page = "reliability"
 
 
 class PeerFailed(UndertowError):
     """Another rank reported an error in this step, or ended with one."""
 
-    page = "docs/reliability.md"
+    page = "reliability"
 
 
 class RankLost(UndertowError):
@@ -121,7 +126,7 @@ class RankLost(UndertowError):
     Raised on every remaining rank.
     """
 
-    page = "docs/reliability.md"
+    page = "reliability"
 
 
 class StallTimeout(UndertowError, TimeoutError):
@@ -130,7 +135,7 @@ class StallTimeout(UndertowError, TimeoutError):
     Raised on every rank that has wrapped its model.
     """
 
-    page = "docs/reliability.md"
+    page = "reliability"
 
 
 def require(

@@ -1,8 +1,10 @@
 """Public docstrings have one format: the section `Args` describes every argument."""
 
 import ast
+import dataclasses
 import inspect
 import re
+import textwrap
 
 import pytest
 
@@ -34,7 +36,7 @@ def _arguments(member):
     if inspect.isclass(member) and issubclass(member, Exception):
         return set()
     named = inspect.signature(member).parameters.values()
-    return {it.name for it in named if it.name != "self"} - {"settings"}  # of SyncConfig: its fields, as the class lists them
+    return {it.name for it in named if it.name != "self"} - {"settings"}  # the fields of SyncConfig
 
 
 @pytest.mark.parametrize(("name", "member"), [pytest.param(*it, id=it[0]) for it in _documented()])
@@ -42,6 +44,48 @@ def test_the_docstring_describes_every_argument(name, member):
     described = re.findall(r"^ {4}(\w+): ", (inspect.getdoc(member) or "").partition("Args:\n")[2], re.MULTILINE)
     if name not in _NOT_FOR_USERS:
         assert set(described) >= _arguments(member)
+
+
+def _public():
+    """Names and the objects that have their docstrings: fields are described with their class."""
+    for name in undertow.__all__:
+        member = getattr(undertow, name)
+        yield name, member
+        if inspect.isclass(member) and not issubclass(member, Exception):
+            for attribute, value in vars(member).items():
+                if not attribute.startswith("_") and not inspect.ismemberdescriptor(value) and attribute != "T_destination":
+                    yield f"{name}.{attribute}", value
+
+
+def test_every_public_name_has_a_docstring():
+    found = list(_public())
+    assert len(found) > 100
+    described = [(name, it) for name, it in found if callable(it) or isinstance(it, property)]
+    assert [name for name, member in described if not inspect.getdoc(member)] == []
+
+
+# What most scripts call.
+_MAIN = [
+    *("DistributedDataParallel", "attach", "SyncConfig", "Outer", "ShardedOptimizer", "shard_optimizer", "hidden_matrices"),
+    *("clip_grad_norm_", "average_gradients", "save_checkpoint", "load_checkpoint", "GradientBucketManager", "ExpertGroup"),
+]
+
+
+@pytest.mark.parametrize("name", _MAIN)
+def test_a_main_name_has_an_example_that_python_can_read(name):
+    text = inspect.getdoc(getattr(undertow, name))
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"(?<=\n\n)(?:    .*\n|\n)+(?=\n|\Z)", text.partition("\nArgs:")[0] + "\n")
+    blocks += map(textwrap.dedent, indented)
+    assert blocks
+    for block in blocks:
+        ast.parse(block)
+
+
+@pytest.mark.parametrize("cls", [undertow.SyncConfig, undertow.Outer])
+def test_a_tool_tip_shows_every_setting_with_its_default(cls):
+    shown = inspect.signature(cls).parameters
+    assert {name: it.default for name, it in shown.items()} == {it.name: it.default for it in dataclasses.fields(cls)}
 
 
 # Some formatters join or cut the lines of a docstring, and make a sentence of a command.

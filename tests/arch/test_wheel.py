@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from support.project import ROOT
+from support.project import DOCS, ROOT, name_of
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +43,9 @@ def pip(*arguments: str | Path, cwd: Path | None = None) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built in a copy of the checkout, because setuptools writes beside the sources."""
     copy, built = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheel")
-    for folder in ("src", "tests", "benchmarks", "examples"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for folder in ("src", "tests", "benchmarks", "examples", "docs"):
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=ignore)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy)
     pip("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", built, copy)
@@ -77,7 +78,8 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     sources = (ROOT / "src" / "undertow").rglob("*")
     known = {str(path.relative_to(ROOT / "src")) for path in sources if path.suffix in (".py", ".typed", ".html")}
-    assert packed == known | {"undertow/py.typed"}
+    data = {f"docs/{name_of(page)[5:]}" for page in DOCS if page.parent.name != "reference"} | {"profiles/gpt2.json"}
+    assert packed == known | {"undertow/py.typed"} | {f"undertow/data/{name}" for name in data}
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
@@ -88,11 +90,12 @@ def test_without_extras_a_step_runs_and_the_command_says_what_to_install(wheel: 
     command = run(bin_ / "undertow", "demo")
     told = 'The command needs typer, which is not installed.\n  Install it with: pip install "undertow[cli]"\n'
     assert (command.returncode, command.stdout, command.stderr) == (1, "", told)
+    page = run(bin_ / "undertow", "docs", "migration/torch-ddp", cwd=tmp_path)
+    assert (page.returncode, page.stdout.startswith("# From torch DDP\n")) == (0, True), page.stderr
 
 
 def test_with_the_extra_the_command_runs_and_draws(wheel: Path, tmp_path: Path) -> None:
     bin_ = environment_with(wheel, "cli", at=tmp_path)
-    profile = ROOT / "examples" / "profiles" / "gpt2.json"
-    done = run(bin_ / "undertow", "simulate", profile, "--ranks", "8", "--link", "25gbit", cwd=tmp_path)
+    done = run(bin_ / "undertow", "simulate", "gpt2", "--ranks", "8", "--link", "25gbit", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "simulate.png").stat().st_size > 10_000

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from torch import Tensor, nn
 
 from support.errors import in_pieces
@@ -35,14 +36,22 @@ from undertow import (
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = list(snippets(ROOT / "README.md"))
 PYTHON = [snippet for snippet in SNIPPETS if snippet.language == "python"]
-FIRST, _SHARDED = PYTHON  # test_as_printed.py runs both
+(FIRST,) = PYTHON  # test_as_printed.py runs it
 NAMED = re.findall(r"`((?:make|pip|torchrun|undertow|python) [^`]+)`", TEXT)
 # These take minutes, a network, or processes: each has a check below or in the file that is named. tests/docs/test_start.py
 # knows targets of make.
-MADE, INSTALLED = ["make demo", "make test", "make docs"], ["pip install .", "pip install '.[cli,page]'"]
+MADE, INSTALLED = (
+    ["make demo", "make test", "make docs"],
+    ["pip install '.[cli,page]'", "pip install 'undertow[cli,page] @ git+ADDRESS'"],
+)
 LAUNCHED = ["torchrun --nproc-per-node=2 script.py"]
 # tests/runner and tests/dist run these.
-ELSEWHERE = ["undertow run --out DIR torchrun --nproc-per-node=2 train.py", "undertow report DIR", "undertow simulate"]
+ELSEWHERE = [
+    "undertow run --out DIR torchrun --nproc-per-node=2 train.py",
+    "undertow report DIR",
+    "undertow simulate",
+    "undertow docs",
+]
 
 
 def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
@@ -64,7 +73,7 @@ def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
 def test_every_command_and_snippet_is_run_or_in_a_list() -> None:
     assert set(NAMED) == {*MADE, *INSTALLED, *LAUNCHED, *ELSEWHERE}
     assert TEXT.count("```") == 2 * len(SNIPPETS)
-    assert [snippet.language for snippet in SNIPPETS] == ["diff", "python", "python", "text"]
+    assert [snippet.language for snippet in SNIPPETS] == ["diff", "python", "text"]
 
 
 def test_the_diff_names_what_the_script_imports() -> None:
@@ -84,10 +93,10 @@ def test_torchrun_runs_the_script(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", INSTALLED)
 def test_pip_installs_extras_that_there_are(command: str) -> None:
     """The wheel itself is installed by tests/arch/test_wheel.py."""
-    path, _, extras = shlex.split(command)[2].partition("[")
-    with (ROOT / path / "pyproject.toml").open("rb") as file:
+    extras = Requirement(shlex.split(command)[2].replace(".[", "undertow[")).extras
+    with (ROOT / "pyproject.toml").open("rb") as file:
         known = tomllib.load(file)["project"]["optional-dependencies"]
-    assert [extra for extra in extras.rstrip("]").split(",") if extra and extra not in known] == []
+    assert extras <= set(known)
 
 
 # Every limit that docs/limits.md states has tests that show it.

@@ -1,11 +1,13 @@
 """The recipes of docs/scalars.md, with the real TensorBoard and with stand-ins that note the calls."""
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import torch.distributed as dist
 
 from support.frameworks import require_installed
 from support.pages import snippets
@@ -28,10 +30,9 @@ def test_the_table_has_every_scalar() -> None:
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_installed("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
 
     monkeypatch.chdir(tmp_path)
-    names = {"SummaryWriter": SummaryWriter, "model": MODEL, "step": 7}
+    names = {"model": MODEL, "step": 7}
     exec(RECIPES["TensorBoard"], names)
     names["writer"].close()  # type: ignore[attr-defined]
     read = EventAccumulator(str(tmp_path / "runs" / "one"))
@@ -40,15 +41,17 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path, monkeypatch: pyt
     assert logged == {name: [(7, pytest.approx(value))] for name, value in REPORT.scalars().items()}
 
 
-def test_weights_and_biases_gets_a_dict() -> None:
+def test_weights_and_biases_gets_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = MagicMock()
-    exec(RECIPES["Weights & Biases"], {"wandb": wandb, "model": MODEL, "step": 7})
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    exec(RECIPES["Weights & Biases"], {"model": MODEL, "step": 7})
     wandb.init().log.assert_called_once_with(REPORT.scalars(), step=7)
 
 
 def test_prometheus_text_has_valid_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(RECIPES["Prometheus"], {"model": MODEL, "dist": SimpleNamespace(get_rank=lambda: 3), "Path": Path})
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    exec(RECIPES["Prometheus"], {"model": MODEL})
     lines = Path("undertow-3.prom").read_text().splitlines()
     # Of the text format: name{label="value"} number.
     assert [line for line in lines if not re.fullmatch(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{rank="3"\} -?[0-9.e+-]+', line)] == []

@@ -18,7 +18,7 @@ FINISHED = (
     "rank {faulty} has left: it has finished after 3 synchronizations, and others wait for it.\n"
     "  {where}\n"
     "  Give every rank the same number of batches, train inside join() of the wrapper, or have a rank without data call "
-    "finish(). Call state_dict() of a ShardedOptimizer on every rank."
+    "finish()."
 )
 
 

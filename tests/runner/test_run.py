@@ -153,7 +153,7 @@ Mine(torch.nn.Linear(2, 2))
 OVERRIDES = """undertow.errors.ConfigError: class Mine overrides _pre_forward, and Undertow does not call torch's private methods.
   __main__.Mine(...) under `undertow run`
   Do the same in forward(), or start the program without `undertow run`.
-See docs/troubleshooting.md.
+Read more: undertow docs troubleshooting
 """
 
 

@@ -260,8 +260,8 @@ def test_an_error_has_its_bases_is_drawn_can_be_pickled_and_ends_with_a_page_tha
     copy = pickle.loads(pickle.dumps(kind("it broke.", where="rank 2", remedy="Mend it.")))
     lines = "".join(traceback.format_exception_only(copy)).splitlines()
     assert (type(copy), str(copy)) == (kind, "it broke.\n  rank 2\n  Mend it.")
-    assert lines[1:] == ["  rank 2", "  Mend it.", f"See {kind.page}."]
-    assert (ROOT / kind.page).exists()
+    assert lines[1:] == ["  rank 2", "  Mend it.", f"Read more: undertow docs {kind.page}"]
+    assert (ROOT / "docs" / f"{kind.page}.md").exists()
 
 
 def test_exports_are_the_tree() -> None:

@@ -56,6 +56,8 @@ def save_checkpoint(
 ) -> BackgroundSave | None:
     """Saves the model and its optimizers in the folder `path`; a collective call.
 
+        undertow.save_checkpoint("run/step-100", model, optimizer, extra={"step": 100})
+
     The first rank writes the model and the state of a plain optimizer. Of the state of a sharded
     optimizer, each rank writes its part. An earlier checkpoint at `path` is replaced only after the
     new one is complete. With outer synchronization the model's file has the global parameters, and
@@ -124,6 +126,10 @@ def load_checkpoint(
     which: Literal["latest"] | None = None,
 ) -> Any:
     """Loads a checkpoint of `save_checkpoint`, written by any number of ranks.
+
+        step = 0
+        if undertow.has_checkpoint("run/last"):
+            step = undertow.load_checkpoint("run/last", model, optimizer)["step"]
 
     A collective call of the same ranks as for `save_checkpoint`. It reads no file outside of the
     folder and unpickles nothing. It waits for a save in the background of this process.

@@ -4,14 +4,16 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from reprlib import repr as brief
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from undertow.config.dtypes import dtype_name
-from undertow.errors import require, require_known, suggestion
+from undertow.config.known_settings import with_known_settings
+from undertow.errors import require, suggestion
 from undertow.foreign import as_float
 from undertow.wire import AUTO, WIRES
 
 
+@with_known_settings()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outer:
     """Settings of outer synchronization: replicas train alone for `every` steps.
@@ -53,10 +55,6 @@ class Outer:
     delay: int | Literal["auto"] = "auto"
     wire: Literal["bfloat16", "float16", "int8"] | Any | None = "int8"
     mix: float = 0.0
-
-    def __new__(cls, **settings: Any) -> Self:
-        require_known(settings, cls.__dataclass_fields__, "setting", where="Outer")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "wire", dtype_name(self.wire))

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from reprlib import repr as brief
-from typing import Any, Literal, Protocol, Self, get_args, get_origin, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
 
 from undertow.config.dtypes import dtype_name
 from undertow.config.experts import ExpertGroup
+from undertow.config.known_settings import with_known_settings
 from undertow.config.outer import Outer
 from undertow.config.refusals import refused
-from undertow.errors import ConfigError, WrongType, require, require_known, suggestion
+from undertow.errors import ConfigError, WrongType, require, suggestion
 from undertow.foreign import as_float
 from undertow.wire import AUTO, PARAM_WIRES, WIRES
 
@@ -33,6 +34,7 @@ class HasJson(Protocol):
     def to_json(self) -> str: ...
 
 
+@with_known_settings(_REMEDIES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
     """Sets how gradients are synchronized.
@@ -137,12 +139,6 @@ class SyncConfig:
     stall_timeout_s: float = 300.0
     record: Literal["summary", "full", "off"] = "summary"
     outer: Outer | None = None
-
-    def __new__(cls, **settings: Any) -> Self:
-        require_known(
-            settings, cls.__dataclass_fields__, "setting", where="SyncConfig", remedies=_REMEDIES
-        )
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         caps = (

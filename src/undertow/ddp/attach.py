@@ -134,6 +134,12 @@ class BucketedDDPHooks:
         model: The model; it keeps its class.
         process_group: The ranks; the default group if None.
         bucket_size_mb: Largest bucket in MiB.
+
+    ```python
+    hooks = BucketedDDPHooks(model, bucket_size_mb=25.0)
+    model(batch).sum().backward()  # every .grad is the mean over ranks
+    hooks.close()
+    ```
     """
 
     def __init__(
@@ -147,6 +153,7 @@ class BucketedDDPHooks:
         )
 
     def close(self) -> None:
+        """Removes the hooks from the model; gradients are not averaged any more."""
         self.sync.close()
 
 

@@ -172,6 +172,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     @property
     def plan(self) -> Plan:
+        """The parameters of each bucket, in the order of sending, in the last synchronization."""
         return self.sync.plan
 
     @property
@@ -276,6 +277,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     is_accumulating = property(
         lambda model: model.sync.is_accumulating,
         lambda model, value: setattr(model.sync, "is_accumulating", value),
+        doc="True if a backward that runs now only accumulates; `accumulate()` sets it.",
     )
 
     def will_sync_module_buffers(self) -> bool:
@@ -328,10 +330,12 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
 
     @property
     def join_device(self) -> torch.device:
+        """The device of the collectives, for torch.distributed.algorithms.Join."""
         return self.sync._group.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
+        """The process group of the model, for torch.distributed.algorithms.Join."""
         return self.process_group
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

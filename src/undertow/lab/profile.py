@@ -20,6 +20,7 @@ from undertow.plan import Groups, ParamSpec, Plan, Wires, plan_from_groups
 from undertow.plan.layout import ITEMSIZES, MOST
 from undertow.plan.plan import groups_from_json, wires_from_json
 from undertow.schedule import strategy_named
+from undertow.shipped import profile_path
 from undertow.wire import AUTO, PARAM_WIRES, WIRES
 
 __all__ = ["Profile", "profile_from_file", "profile_from_json"]
@@ -44,7 +45,7 @@ _SIMPLE = tuple(dict.fromkeys(("name", "num_ranks", *_TIMES, "strategy", *_FORMA
 _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
 FIELDS = (FORMAT_FIELD, *_SIMPLE, "params", "costs", "buckets", "wires")
 PARAM_FIELDS = ("name", "ready_us", "shape", "dtype", "device", "sparse", "whole")
-_REMEDY = "docs/profiles.md has the format and an example."
+_REMEDY = "The command `undertow docs profiles` shows the format and an example."
 _ROUNDING_US = 1.0  # two times of a step may disagree by this much, as each is rounded separately
 
 
@@ -199,7 +200,7 @@ class Profile:
         return MeasuredCosts(self.curves, wires)
 
     def to_json(self) -> str:
-        """Returns the file format of docs/profiles.md, with one line per parameter.
+        """Returns the file format of `undertow docs profiles`, with one line per parameter.
 
         `profile_from_json` reads it.
         """
@@ -252,17 +253,17 @@ def _list_text(values: Sequence[object]) -> str:
 
 
 def profile_from_file(path: str | Path) -> Profile:
-    """Reads the profile in the JSON file at `path`.
+    """Reads the profile in the JSON file at `path`, or the example profile "gpt2".
 
     Raises ConfigError, naming the file and the field or line, if it cannot be read or is not a
     profile.
 
     ```python
-    profile = profile_from_file("examples/profiles/gpt2.json")
+    profile = profile_from_file("gpt2")
     ```
     """
     try:
-        contents = Path(path).read_bytes()
+        contents = profile_path(path).read_bytes()
     except OSError as error:
         where = error.strerror or str(error)
         raise ConfigError(f"{path} cannot be read.", where=where, remedy=_REMEDY) from error

@@ -26,9 +26,10 @@ def require_arguments(cls: object, sync: GradientSync, params: ParamGroups | Non
         isinstance(cls, type)
         and issubclass(cls, torch.optim.Optimizer)
         and not issubclass(cls, ZeroesWithoutReading),  # a ShardedOptimizer
-        f"cls must be a class of optimizers, got {cls!r}.",
+        f"cls must be a class of optimizers, got {_shown(cls)}.",
         where="ShardedOptimizer",
-        remedy="Pass the class, such as torch.optim.AdamW, and its settings by name.",
+        remedy="Pass the class, such as torch.optim.AdamW, and its settings by name. An optimizer "
+        "that exists is sharded by undertow.shard_optimizer(optimizer, model).",
         error=WrongType,
     )
     require(
@@ -40,6 +41,11 @@ def require_arguments(cls: object, sync: GradientSync, params: ParamGroups | Non
         "sync.named_parameters()], its dense ones, and "
         "one for each of sync.experts.",
     )
+
+
+def _shown(cls: object) -> str:
+    """Returns a class as it is, and of anything else the type: an optimizer has many lines."""
+    return repr(cls) if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
 
 
 def require_params_of_the_model(optimizer: torch.optim.Optimizer, sync: GradientSync) -> None:

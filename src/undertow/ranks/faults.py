@@ -16,13 +16,26 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from undertow.errors import NonFiniteGradient, PeerFailed, RankLost, StallTimeout, UndertowError
+from undertow.errors import (
+    READ_MORE,
+    NonFiniteGradient,
+    PeerFailed,
+    RankLost,
+    StallTimeout,
+    UndertowError,
+)
 from undertow.foreign import printable_lines
 
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
 _ALL_WAIT = "all ranks wait, for different things"
 _ALL_WAIT_FOR_IT = "all ranks wait for it"
+_LEFT = "has left"
+_EVERY_RANK = "every rank must call"  # in the name of a wait
+_SAME_CALLS = (
+    "Move the call out of `if rank == 0`; to save on one rank, every rank calls "
+    "consolidate_state_dict() before."
+)
 _MAX_TEXT = 2000  # most characters of an error that are sent
 _KINDS = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
 # Parts of a file's path, and the activity of a thread that runs its code.
@@ -46,12 +59,17 @@ class Fault:
     # when this rank learned of it
     known_s: float = field(default_factory=time.monotonic, compare=False)
 
-    def error(self, where: str) -> UndertowError:
-        """Returns a new error each time: raising one twice would accumulate both tracebacks."""
+    def error(self, where: str, *, waits_for: str = "") -> UndertowError:
+        """Returns a new error each time: raising one twice would accumulate both tracebacks.
+
+        If a rank has left while this one `waits_for` a call of every rank, the data is not the
+        reason.
+        """
+        is_call = self.kind is RankLost and _LEFT in self.what and _EVERY_RANK in waits_for
         return self.kind(
             self.what,
             where="\n  ".join(filter(None, (where, self.told))),
-            remedy=self.remedy,
+            remedy=_SAME_CALLS if is_call else self.remedy,
         )
 
     def content(self) -> dict[str, str]:
@@ -164,7 +182,7 @@ def failed(rank: int, error: BaseException) -> Fault:
     text = (
         "".join(traceback.format_exception_only(error))
         .strip()
-        .partition("\nSee docs/")[0][:_MAX_TEXT]
+        .partition(f"\n{READ_MORE}")[0][:_MAX_TEXT]
     )
     return Fault(
         PeerFailed,
@@ -189,10 +207,10 @@ def left(rank: int, error: BaseException | None, num_steps: int) -> Fault:
         return failed(rank, error)
     return Fault(
         RankLost,
-        f"rank {rank} has left: it has finished after {num_steps} synchronizations, and others "
+        f"rank {rank} {_LEFT}: it has finished after {num_steps} synchronizations, and others "
         "wait for it.",
         "Give every rank the same number of batches, train inside join() of the wrapper, or have "
-        "a rank without data call finish(). Call state_dict() of a ShardedOptimizer on every rank.",
+        "a rank without data call finish().",
     )
 
 
@@ -212,11 +230,8 @@ def stalled(text: str) -> Fault:
             "Make the same calls on every rank, in the same order: look for one under "
             "`if rank == 0` or in a branch that only some ranks take."
         )
-    if "every rank must call" in text:
-        remedy = (
-            "Move the call out of `if rank == 0`; to save on one rank, every rank calls "
-            "consolidate_state_dict() before."
-        )
+    if _EVERY_RANK in text:
+        remedy = _SAME_CALLS
     return Fault(StallTimeout, first, remedy, told=rest.strip())
 
 

@@ -156,6 +156,16 @@ class GroupRef:
         by_type = dict(pair.split(":", 1) for pair in self.backend.split(",") if ":" in pair)
         return by_type.get(device.type, self.backend)
 
+    def require_device(self, device: torch.device) -> None:
+        """Raises ConfigError if the backend cannot transfer tensors of `device`."""
+        require(
+            not (device.type == "cpu" and self.backend_for(device) == "nccl"),
+            'the model is on the CPU, and the backend "nccl" only transfers tensors of GPUs.',
+            where="the group over which gradients are averaged",
+            remedy="Move the model to this rank's GPU before you wrap it: model.cuda(local_rank). "
+            'Without GPUs, call init_process_group("gloo").',
+        )
+
     def abilities_for(self, device: torch.device) -> Abilities:
         """Returns the abilities of that backend."""
         family = family_of(self.backend_for(device))

@@ -303,7 +303,8 @@ class Watch(NullWatch):
         and of other ranks, because connections close.
         """
         self.interrupt()
-        return fault.error(f"synchronization {self.here.num_steps()}, rank {self.ring.rank}")
+        where = f"synchronization {self.here.num_steps()}, rank {self.ring.rank}"
+        return fault.error(where, waits_for=self.here.wait[0])
 
     def raise_reason(self, error: BaseException) -> None:
         """Raises the reason of an error in a wait for other ranks, if it is known."""

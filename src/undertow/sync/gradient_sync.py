@@ -107,10 +107,12 @@ class GradientSync:
 
     @property
     def rank(self) -> int:
+        """This rank's number, among all ranks that train the model."""
         return self._all_ranks.rank
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks that train the model."""
         return self._all_ranks.num_ranks
 
     @property
@@ -129,6 +131,7 @@ class GradientSync:
 
     @property
     def config(self) -> SyncConfig:
+        """The settings in use, those of experts included."""
         groups = tuple(group for part in self._parts for group in part.config.experts)
         return dataclasses.replace(self._config, experts=groups) if self.experts else self._config
 

@@ -60,6 +60,8 @@ class GroupSync:
         self.sharded_steps: ShardedSteps | None = None  # of sharded optimizers
         self.is_closed = self.is_compiled = False
         device = members.device
+        if members.named_params():
+            group.require_device(device)
         self.all_ranks: OwnGroup  # that train the model; with `outer`, of all replicas
         self.attached = contextlib.ExitStack()  # ends by `close`
         if config.outer is not None:  # the engine synchronizes within a replica

@@ -161,8 +161,8 @@ class StepReport(Shown):
         return next(filter(None, (cause(self) for cause in _CAUSES)))
 
     def scalars(self) -> dict[str, float]:
-        """Returns the figures by name, for a logger such as TensorBoard; docs/scalars.md has
-        recipes.
+        """Returns the figures by name, for a logger such as TensorBoard; `undertow docs
+        scalars` has recipes.
 
         Figures that do not exist are left out, such as the overlap without communication, or times
         of encoding without a format. Before the first step, and with one rank, all are.
@@ -312,7 +312,7 @@ def _fewer_bytes(report: StepReport) -> str:
     means = "send fewer bytes in another way"
     if settings:
         means = f"set {' and '.join(settings)} to send fewer bytes"
-    return f"{means} (docs/slow-networks.md)"
+    return f"{means} (undertow docs slow-networks)"
 
 
 def _plan(report: StepReport) -> str:

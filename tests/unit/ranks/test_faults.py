@@ -169,6 +169,18 @@ def test_every_error_of_a_fault_is_a_new_one(fault: faults.Fault, kind: type[Exc
     assert (type(first), type(second), first is second) == (kind, kind, False)
 
 
+@pytest.mark.parametrize(
+    ("waits_for", "remedy"),
+    [
+        ("bucket 0 ('weight')", "Give every rank the same number of batches"),
+        ("the state of a ShardedOptimizer, for which every rank must call state_dict()", "Move the call out of `if rank == 0`"),
+    ],
+)
+def test_the_remedy_of_a_rank_that_left_fits_the_wait_for_it(waits_for: str, remedy: str) -> None:
+    text = str(faults.left(1, None, 3).error("rank 0", waits_for=waits_for))
+    assert ("rank 1 has left" in text, remedy in text, "state_dict()" in text) == (True, True, "state" in waits_for)
+
+
 def test_a_long_message_of_an_exception_is_cut() -> None:
     assert (
         faults.failed(1, ValueError("x" * 100_000)).what == f"rank 1 has failed: ValueError: {'x' * (2000 - len('ValueError: '))}"

@@ -232,12 +232,13 @@ def six(**changes: Any) -> StepReport:
             ONE_BUCKET,
             "Gradients leave as soon as these buckets are full, and the last of 1, with head, is full when backward ends: "
             'explain() gives the reasons for these buckets, or set wire="int8" (or "auto") to send fewer bytes '
-            "(docs/slow-networks.md).",
+            "(undertow docs slow-networks).",
         ),
         (
             six(buckets=CROWDED),
             "The network is the limit: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward: simulate "
-            'another link with undertow simulate, or set wire="int8" (or "auto") to send fewer bytes (docs/slow-networks.md).',
+            'another link with undertow simulate, or set wire="int8" (or "auto") to send fewer bytes '
+            "(undertow docs slow-networks).",
         ),
         (
             six(
@@ -246,7 +247,7 @@ def six(**changes: Any) -> StepReport:
             ),
             "Gradients leave as soon as these buckets are full, and the last of 2, with stem, is full when backward ends: "
             'explain() gives the reasons for these buckets, or set wire="int8" (or "auto") to send fewer bytes '
-            "(docs/slow-networks.md).",
+            "(undertow docs slow-networks).",
         ),
         (
             six(buckets=(row(0, 60_000, 70_000, (60_000, 70_000), ready_us=30_000), row(1, 60_000, 80_000, (70_000, 80_000)))),
@@ -259,7 +260,8 @@ def six(**changes: Any) -> StepReport:
                 step_us=250_000,
             ),
             "The network is the limit: communication of gradients takes 41.0 ms, longer than the 40.0 ms of backward: simulate "
-            'another link with undertow simulate, or set wire="int8" (or "auto") to send fewer bytes (docs/slow-networks.md).',
+            'another link with undertow simulate, or set wire="int8" (or "auto") to send fewer bytes '
+            "(undertow docs slow-networks).",
         ),
         (
             six(buckets=(), gathers=GATHERS, step_us=40_000),
@@ -305,7 +307,7 @@ def test_advice_is_one_sentence_from_the_figures(found: StepReport, advice: str)
     ids=["nothing", "wire", "nothing, with shards", "wire, with shards", "both", "a communication hook"],
 )
 def test_the_remedy_for_a_slow_network_names_settings_that_are_not_in_use(found: StepReport, remedy: str) -> None:
-    assert found.advice.endswith(f", or {remedy} (docs/slow-networks.md).")
+    assert found.advice.endswith(f", or {remedy} (undertow docs slow-networks).")
 
 
 CODED = (

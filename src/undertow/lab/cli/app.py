@@ -209,6 +209,11 @@ def run() -> None:
     """Is for the list of commands: `main` runs this one."""
 
 
+@app.command(help="Print a page of the documentation, or list all pages.")
+def docs() -> None:
+    """Is for the list of commands: `main` runs this one."""
+
+
 @app.command(
     help="Write a page about a run that any browser shows without a network: advice, the step as "
     "a timeline, each bucket, and the same model on other links.\n\n"
@@ -238,8 +243,9 @@ def report(
     help="Show the buckets that a cost model plans for a model, the plans that they are chosen "
     "from, and with --schedule the ops of one step, without running anything. Training does not "
     "trust the model: it tries plans on real steps, and keeps one only if its steps are faster.\n\n"
-    "PROFILE is JSON, written by save_profile() or by hand (docs/profiles.md).\n\n"
-    'Example: undertow plan examples/profiles/gpt2.json --ranks 64 --link "100gbit,5us"\n\n'
+    "PROFILE is a JSON file, written by save_profile() or by hand (`undertow docs profiles`), or "
+    "the example gpt2.\n\n"
+    'Example: undertow plan gpt2 --ranks 64 --link "100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
 def plan(  # noqa: PLR0913  # one argument per option
@@ -281,7 +287,8 @@ def plan(  # noqa: PLR0913  # one argument per option
 
 @app.command(
     help="Predict the step of a model on a network, without running anything.\n\n"
-    "PROFILE is JSON, written by save_profile() or by hand (docs/profiles.md). "
+    "PROFILE is a JSON file, written by save_profile() or by hand (`undertow docs profiles`), or "
+    "the example gpt2. "
     "Simulates a step that sends one message per parameter, one with buckets of 25 MiB after "
     "a first one of 1 MiB, as torch's DistributedDataParallel has them, and one with the "
     "buckets that a cost model plans for this network (training tries plans on real steps "
@@ -290,8 +297,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     "the share of the step that computing alone takes. Draws timelines in "
     "OUT/simulate.png. --sweep bandwidth draws the step over the rate of the link instead, in "
     "OUT/sweep.png.\n\n"
-    "Example: undertow simulate examples/profiles/gpt2.json --ranks 64 --per-node 8 --link "
-    '"100gbit,5us"\n\n'
+    'Example: undertow simulate gpt2 --ranks 64 --per-node 8 --link "100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
 def simulate(  # noqa: PLR0913  # one argument per option
@@ -316,7 +322,7 @@ def simulate(  # noqa: PLR0913  # one argument per option
         _option(
             "Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest "
             "rank is shown. This and the next three are by default as measured, or else as in "
-            "docs/fidelity.md."
+            "`undertow docs fidelity`."
         ),
     ] = None,
     contention: Annotated[

@@ -7,6 +7,7 @@ from typing import Any
 
 from undertow.config import Outer, SyncConfig
 from undertow.errors import require, require_known
+from undertow.tracebacks import VARIABLE as TRACEBACK
 
 RUN = "UNDERTOW_RUN"  # the folder for files, or empty
 # The process that `undertow run` becomes, and a file that a process makes with its first wrapper.
@@ -63,7 +64,7 @@ def settings_from(environment: Mapping[str, str]) -> dict[str, Any]:
     """
     settings = {}
     for name in sorted(environment):
-        if name.startswith(_PREFIX) and name not in (RUN, MARK, TRACE):
+        if name.startswith(_PREFIX) and name not in (RUN, MARK, TRACE, TRACEBACK):
             setting = name.removeprefix(_PREFIX).lower()
             is_outer = setting == "outer"
             settings[setting] = _value(environment[name], may_be_dict=is_outer)

@@ -1,10 +1,10 @@
 """The commands: their help and exit codes, what they show, what they refuse, and the questions that they ask the simulator."""
 
+import ast
 import importlib.util
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -17,9 +17,10 @@ import pytest
 import undertow as library
 from support.cli import EXAMPLE, MEASURED, MIB, SMALL, Undertow, rows_of, what_if
 from support.levels import some
-from support.project import ROOT
+from support.project import DOCS, ROOT, SOURCES, name_of
 from support.schedules import schedule_from_text
 from support.strategies import spec
+from undertow import errors
 from undertow.errors import ConfigError
 from undertow.lab import demo
 from undertow.lab.cli import main
@@ -68,9 +69,8 @@ def test_help_names_every_option_and_the_exit_codes(command: str, undertow: Unde
 
 
 @pytest.mark.parametrize("command", some(["plan", "simulate"], most=1))
-def test_the_example_of_the_help_runs(command: str, undertow: Undertow, folder: Path) -> None:
+def test_the_example_of_the_help_runs(command: str, undertow: Undertow) -> None:
     example = re.search(rf"Example: undertow ({command} .*)", undertow(f"{command} --help").out)
-    shutil.copytree(ROOT / "examples" / "profiles", folder / "examples" / "profiles")
     assert undertow(example[1]).code == 0
 
 
@@ -99,6 +99,7 @@ def test_options_become_settings(undertow: Undertow, monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_typer_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["undertow", "links"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(SystemExit) as ended:
         main()
@@ -124,6 +125,41 @@ def test_a_folder_that_does_not_exist_is_named(command: str, undertow: Undertow)
         f"Error: the folder 'nowhere' does not exist.\n  undertow {command} nowhere\n"
         "  Name the folder into which the run has written.\n",
     )
+
+
+def test_a_page_is_printed_without_typer(undertow: Undertow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    wanted = (ROOT / "docs" / "reliability.md").read_text()
+    assert undertow("docs reliability") == undertow("docs docs/reliability.md") == (0, wanted, "")
+
+
+def test_all_pages_are_listed_with_their_titles(undertow: Undertow) -> None:
+    code, listed, _ = undertow("docs")
+    rows = dict(re.split(" {2,}", line, maxsplit=1) for line in listed.splitlines())
+    assert (code, rows["reliability"], rows["migration/torch-ddp"]) == (0, "Faults and restart", "From torch DDP")
+    assert set(rows) == {name_of(path)[5:-3] for path in DOCS if path.parent.name != "reference"}
+
+
+def test_a_page_that_does_not_exist_is_refused(undertow: Undertow) -> None:
+    assert undertow("docs reliabilty") == (2, "", "Error: there is no page 'reliabilty'.\n  Did you mean 'reliability'?\n")
+    assert undertow("docs x") == (2, "", "Error: there is no page 'x'.\n  `undertow docs` lists all pages.\n")
+
+
+def test_every_page_that_a_text_of_the_library_names_exists(undertow: Undertow) -> None:
+    """A pip user has no checkout: no text for users names a file of one."""
+    texts = [node.value for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    named = {name for text in texts if isinstance(text, str) for name in re.findall(r"undertow docs ([a-z][\w/-]+)", text)}
+    assert named >= {"profiles", "fidelity", "slow-networks"}
+    named |= {getattr(errors, name).page for name in errors.__all__}
+    assert [name for name in sorted(named) if undertow(f"docs {name}").code] == []
+
+
+def test_a_file_of_an_example_s_name_wins(undertow: Undertow) -> None:
+    missing = undertow("plan gpt3 --link 1gbit")
+    assert (missing.code, "gpt3 cannot be read" in missing.err) == (2, True)
+    assert "GPT-2" in undertow("simulate gpt2 --link 1gbit --json").out
+    SMALL.save("gpt2")
+    assert '"model": "small"' in undertow("simulate gpt2 --link 1gbit --json").out
 
 
 @pytest.mark.parametrize(("options", "golden"), [("", "data_parallel_3_buckets"), ("--strategy zero1", "zero1_3_buckets")])
@@ -202,7 +238,7 @@ REFUSALS = {
     "plan small.json --strategy zero3": (
         "strategy 'zero3' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.\n"
     ),
-    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  docs/profiles.md has",
+    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  The command `undertow docs profiles`",
     "plan broken.json": "broken.json is not JSON.\n  Expecting ',' delimiter: line 1 column",  # told from a plan
     "simulate small.json": (
         f"the costs of 'ddp' over 4 ranks are unknown.\n  the profile 'small' has costs of nothing, 'ddp' over 4 ranks\n{NODES}"

@@ -53,7 +53,7 @@ def test_order_is_by_ready_time_and_of_equal_times_the_later_registered_first(
     assert profile(ready_us=ready_us).order == order
 
 
-FORMAT = "docs/profiles.md has the format and an example."
+FORMAT = "The command `undertow docs profiles` shows the format and an example."
 
 
 def number(name: str, shown: str, limit: str = "zero or more") -> str:

@@ -253,7 +253,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a profile's time that is not finite": (
         lambda run: changed(run / "profile.json", forward_us=math.nan),
         "{run}/profile.json is not a profile.\n  forward_us must be a number, zero or more, got nan.\n"
-        "  docs/profiles.md has the format and an example.",
+        "  The command `undertow docs profiles` shows the format and an example.",
     ),
 }
 

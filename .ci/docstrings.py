@@ -12,9 +12,7 @@ from typing import Any
 from griffe import Attribute, Class, Docstring, Extension, GriffeLoader, Module
 
 _COMMENT = re.compile(r"  # (?!type:|noqa)(?P<text>.*)$")
-_SETTING = re.compile(
-    r"^    (?P<name>\w+): (?P<text>.*(?:\n {5,}.*)*)\n?", re.MULTILINE
-)
+_SETTING = re.compile(r"^    (?P<name>\w+): (?P<text>.*(?:\n {5,}.*)*)\n?", re.MULTILINE)
 
 
 class FieldDocstrings(Extension):
@@ -35,15 +33,11 @@ class FieldDocstrings(Extension):
                     else _COMMENT.search((field.source.splitlines() or [""])[0])
                 )
                 if comment is not None:
-                    field.docstring = Docstring(
-                        _as_sentence(comment["text"]), parent=field
-                    )
+                    field.docstring = Docstring(_as_sentence(comment["text"]), parent=field)
             if any("dataclass" in str(decorator.value) for decorator in cls.decorators):
                 _hand_down(cls, fields)
             else:  # what an object is made of is nobody's affair
-                for name in [
-                    name for name, field in fields.items() if not field.has_docstring
-                ]:
+                for name in [name for name, field in fields.items() if not field.has_docstring]:
                     del cls.members[name]
 
 

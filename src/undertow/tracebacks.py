@@ -1,0 +1,67 @@
+"""Leaves Undertow's own frames out of the traceback of an error that ends a program.
+
+An UndertowError explains itself: its reader needs the line of the script, and not the way through
+the library. UNDERTOW_TRACEBACK=full shows all frames, for a report of a bug.
+"""
+
+import os
+import sys
+from types import TracebackType
+
+from undertow.errors import UndertowError
+
+VARIABLE = "UNDERTOW_TRACEBACK"
+_FULL = "full"
+_HINT = f"Frames of Undertow are left out: {VARIABLE}={_FULL} shows them."
+_PACKAGE = __name__.partition(".")[0]
+
+
+def shorten_tracebacks() -> None:
+    """Replaces `sys.excepthook` by a function that shortens, and leaves printing to the one
+    before."""
+    previous = sys.excepthook
+
+    def shortened(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> object:
+        if isinstance(error, UndertowError) and os.environ.get(VARIABLE) != _FULL:
+            trace = _shorten(error, trace)
+        return previous(kind, error, trace)
+
+    sys.excepthook = shortened
+
+
+def _shorten(error: UndertowError, trace: TracebackType | None) -> TracebackType | None:
+    """Shortens the traceback of `error` and those of the errors before it; returns its own."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while before is not None:
+        before.__traceback__ = without_frames_of_undertow(before.__traceback__)
+        before = before.__cause__ or before.__context__
+    shortened = without_frames_of_undertow(trace)
+    if shortened is not trace:
+        error.__traceback__ = shortened
+        error.add_note(_HINT)
+    return shortened
+
+
+def without_frames_of_undertow(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback of the frames outside of the package; the same one if it has none inside
+    of it, or only such."""
+    entries = []
+    entry = trace
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    kept = [it for it in entries if not _is_ours(it)]
+    if not kept or len(kept) == len(entries):
+        return trace
+    shortened = None
+    for entry in reversed(kept):
+        shortened = TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shortened
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    """By the module, because code that `dataclass` generates has no file."""
+    module = str(entry.tb_frame.f_globals.get("__name__"))
+    return module.partition(".")[0] == _PACKAGE

@@ -1,0 +1,92 @@
+"""The frames of the library in a traceback that ends a program."""
+
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from support.project import ROOT
+from undertow import ConfigError, SyncConfig
+from undertow.tracebacks import without_frames_of_undertow
+
+HINT = "Frames of Undertow are left out: UNDERTOW_TRACEBACK=full shows them."
+SCRIPT = """
+import undertow
+def configured():
+    return undertow.SyncConfig(wire="int9")
+configured()
+"""
+CHAINED = """
+import undertow
+try:
+    undertow.SyncConfig(wire="int9")
+except undertow.ConfigError as error:
+    {ending}
+"""
+
+
+def told(script: str, folder: Path, **variables: str) -> list[str]:
+    """What a script prints that ends with an error."""
+    (folder / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables}
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr.splitlines()
+
+
+def places(lines: list[str]) -> list[str]:
+    return [line.split('"')[1].rsplit("/", 1)[-1] for line in lines if line.startswith("  File ")]
+
+
+def trace_of(depth: int) -> TracebackType | None:
+    try:
+        if depth:
+            raise KeyError(depth)
+        SyncConfig(wire="int9")  # type: ignore[arg-type]
+    except (ConfigError, KeyError) as error:
+        return error.__traceback__
+    return None
+
+
+def test_an_error_shows_the_lines_of_the_script_only(tmp_path: Path) -> None:
+    lines = told(SCRIPT, tmp_path)
+    assert places(lines) == ["script.py", "script.py"]
+    assert lines[-2:] == ["Read more: undertow docs troubleshooting", HINT]
+
+
+def test_a_variable_brings_the_frames_back(tmp_path: Path) -> None:
+    lines = told(SCRIPT, tmp_path, UNDERTOW_TRACEBACK="full")
+    assert {"script.py", "sync_config.py"} <= set(places(lines))
+    assert HINT not in lines
+
+
+@pytest.mark.parametrize("ending", ["raise undertow.ConfigError('mine.')", "raise undertow.ConfigError('mine.') from error"])
+def test_errors_before_it_are_shortened_too(ending: str, tmp_path: Path) -> None:
+    assert set(places(told(CHAINED.format(ending=ending), tmp_path))) == {"script.py"}
+
+
+@pytest.mark.parametrize("ending", ["raise KeyError(1)", "raise KeyError(1) from error"])
+def test_another_error_keeps_all_frames(ending: str, tmp_path: Path) -> None:
+    lines = told(CHAINED.format(ending=ending), tmp_path)
+    assert ("sync_config.py" in places(lines), HINT in lines) == (True, False)
+
+
+def test_frames_of_the_library_are_left_out_of_a_traceback() -> None:
+    trace = trace_of(0)
+    names = [frame.name for frame in traceback.extract_tb(without_frames_of_undertow(trace))]
+    assert (names, len(traceback.extract_tb(trace)) > 1) == (["trace_of"], True)
+
+
+def test_a_traceback_without_frames_of_the_library_stays() -> None:
+    trace = trace_of(1)
+    assert without_frames_of_undertow(trace) is trace
+
+
+def test_a_traceback_of_the_library_alone_stays() -> None:
+    trace = trace_of(0)
+    assert trace is not None
+    assert without_frames_of_undertow(trace.tb_next) is trace.tb_next
