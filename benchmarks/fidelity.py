@@ -19,9 +19,9 @@ from rich.table import Table
 
 from benchmarks.matrix.catalog import OURS
 from benchmarks.matrix.finished import profile_name, title_of
+from undertow.lab.profile import Profile, profile_from_file
+from undertow.lab.report.what_if import WhatIf
 from undertow.plan import plan_from_groups
-from undertow.profile import Profile, profile_from_file
-from undertow.report.what_if import WhatIf
 
 BOUND = 0.05
 _TITLE = f"Simulated from profiles: errors of at most {BOUND:.0%}"

@@ -353,10 +353,10 @@ def _demo(parts: Mapping[str, Any]) -> Table:
 def draw() -> None:
     """Runs the demo and the simulator; writes their pictures into docs, and records the demo's figures."""
     from benchmarks.machine import machine
-    from undertow.demo import DemoSettings
-    from undertow.demo.run import headline, train
-    from undertow.demo.settings import WAYS
-    from undertow.report.timeline import save_timeline
+    from undertow.lab.demo import DemoSettings
+    from undertow.lab.demo.run import headline, train
+    from undertow.lab.demo.settings import WAYS
+    from undertow.lab.report.timeline import save_timeline
     from undertow.trace import overlap_of
 
     settings = DemoSettings(strategy="zero2")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.figure import Figure, Row, Tell
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel
-from undertow.demo.model import CONTEXT, Gpt
+from undertow.lab.demo.model import CONTEXT, Gpt
 
 LINK = "1gbit"
 SIZES = (

@@ -27,8 +27,8 @@ from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell
 from benchmarks.matrix.systems.torch_ddp import with_hook
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
-from undertow.demo.model import CONTEXT, Gpt
-from undertow.demo.settings import load_corpus
+from undertow.lab.demo.model import CONTEXT, Gpt
+from undertow.lab.demo.settings import load_corpus
 
 _NODES_WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 RANKS, SEEDS = (2, 4), (0, 1, 2)

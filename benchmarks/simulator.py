@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from benchmarks.figure import Figure, Relation, Row, Target, Tell
-from undertow.cost import costs_for
+from undertow.lab.cost import costs_for
+from undertow.lab.profile import Profile
+from undertow.lab.simulate import Conditions, simulate
 from undertow.plan import ParamSpec, SizeCaps, group_by_size, plan_from_groups
-from undertow.profile import Profile
 from undertow.schedule import ZERO1
-from undertow.simulate import Conditions, simulate
 
 NUM_RANKS, NUM_LAYERS = 16_384, 100
 _PARAMS_PER_LAYER = 12

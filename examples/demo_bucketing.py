@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow import BucketedDDPHooks
-from undertow.cost import link_from_text
-from undertow.emulation.link import EmulatedLink, emulated_backend
+from undertow.lab.cost import link_from_text
+from undertow.lab.emulation.link import EmulatedLink, emulated_backend
 
 NUM_STEPS = 8
 NUM_WARM_UP_STEPS = 2

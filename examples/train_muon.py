@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow import DistributedDataParallel, ShardedOptimizer, hidden_matrices
-from undertow.demo.model import CONTEXT, Gpt
-from undertow.demo.settings import load_corpus
+from undertow.lab.demo.model import CONTEXT, Gpt
+from undertow.lab.demo.settings import load_corpus
 
 EVERY = 20  # steps whose mean loss is printed
 BATCH = 8  # pieces of text on each rank

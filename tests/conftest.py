@@ -12,7 +12,7 @@ from hypothesis import settings
 from support import selection, warm
 from support.cli import Ended, Undertow
 from support.ranks import RankPools, Ranks
-from undertow.cli import main
+from undertow.lab.cli import main
 
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)

@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks.matrix.errors import NoNamespaces
-from undertow.cost.links import TCP_PAYLOAD_SHARE
+from undertow.lab.cost.links import TCP_PAYLOAD_SHARE
 
 NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 PREFIX = "undertow-bench-"

@@ -120,8 +120,8 @@ def _backend(job: Job) -> Iterator[str]:
     if job.emulated is None:
         yield job.backend
         return
-    from undertow.cost import link_from_text
-    from undertow.emulation.link import BACKEND, emulated_backend
+    from undertow.lab.cost import link_from_text
+    from undertow.lab.emulation.link import BACKEND, emulated_backend
 
     with emulated_backend(link_from_text(job.emulated), burst_bytes=job.burst_bytes):
         yield BACKEND

@@ -5,7 +5,7 @@ The command, or a script that runs as under `undertow run`, for `torchrun ... -m
 
 import sys
 
-from undertow.cli import main
+from undertow.lab.cli import main
 
 if sys.argv[1:] and (sys.argv[1].endswith(".py") or sys.argv[1] in ("-m", "-c")):
     # options before "-m undertow", such as -u

@@ -25,14 +25,16 @@ PURE = [
     "undertow.shown",
     "undertow.errors",
     "undertow.config",
-    "undertow.cost",
+    "undertow.lab.cost",
     "undertow.plan",
     "undertow.schedule",
     "undertow.trace",
-    "undertow.profile",
-    "undertow.simulate",
+    "undertow.lab.measured",
+    "undertow.lab.planning",
+    "undertow.lab.profile",
+    "undertow.lab.simulate",
     "undertow.tune",
-    "undertow.report",
+    "undertow.lab.report",
 ]
 
 
@@ -61,7 +63,7 @@ def test_the_pure_half_does_not_import_torch() -> None:
 def test_a_command_does_not_import_torch(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     check = """
 import sys
-from undertow.cli import main
+from undertow.lab.cli import main
 try:
     main()
 except SystemExit as ended:
@@ -97,8 +99,8 @@ METHODS = {"allreduce", "allgather", "alltoall", "recv_anysource", "monitored_ba
 COMMUNICATE = {
     "ranks/transport.py",
     "torch_private/private.py",  # `new_group`, which the transport calls; a probe of a rank, and the end of a broken group
-    "emulation/link.py",  # a backend below the transport
-    "demo/rank.py",  # a script as a user writes it, with plain torch beside the library
+    "lab/emulation/link.py",  # a backend below the transport
+    "lab/demo/rank.py",  # a script as a user writes it, with plain torch beside the library
 }
 
 

@@ -13,8 +13,8 @@ from benchmarks.matrix.table import markdown
 
 from support.matrix import cell, played, rank_result
 from support.strategies import spec
-from undertow.cost import CostCurve
-from undertow.profile import Profile
+from undertow.lab.cost import CostCurve
+from undertow.lab.profile import Profile
 
 PLACE = "replay, 2 ranks, 1gbit (shaped)"
 KILLED = {"fsdp2": "rank 1 was killed by SIGKILL."}

@@ -21,9 +21,9 @@ from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel, SyncConfig, attach
-from undertow.demo.model import Gpt
-from undertow.demo.settings import load_corpus
 from undertow.errors import ConfigError, PlanMismatch, WrongType
+from undertow.lab.demo.model import Gpt
+from undertow.lab.demo.settings import load_corpus
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it compiles scripts, which is deprecated

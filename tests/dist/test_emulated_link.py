@@ -17,7 +17,7 @@ from support.errors import text_of
 from support.inside import BACKEND, EmulatedLink, emulated_backend, equal_shards, posted_exchanges
 from support.models import noise
 from support.processes import Rank, run_ranks
-from undertow.cost import collective_seconds, link_from_text
+from undertow.lab.cost import collective_seconds, link_from_text
 
 LINKS = ["1gbit", "none"]
 SLOW = "10mbit"  # so slow that what it carries is never done by accident

@@ -29,11 +29,11 @@ from support.inside import hearing_rank
 from support.mutations import mutate_checkpoint, mutated_bytes, mutated_json
 from support.ranks import in_ranks
 from undertow import CheckpointError, load_checkpoint, save_checkpoint
-from undertow.cli.plan import show_plan
 from undertow.errors import ConfigError
+from undertow.lab.cli.plan import show_plan
+from undertow.lab.profile import Profile, profile_from_file, profile_from_json
+from undertow.lab.report.what_if import WhatIf
 from undertow.plan import ParamSpec, Plan, plan_from_groups
-from undertow.profile import Profile, profile_from_file, profile_from_json
-from undertow.report.what_if import WhatIf
 
 _ACTS = (
     *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod", "shutil."),

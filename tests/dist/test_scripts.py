@@ -24,8 +24,8 @@ from support.elastic import losses_in
 from support.inside import demo_ranks
 from support.processes import Rank, example, free_port, run_ranks, script
 from support.project import ROOT
-from undertow.demo import DemoSettings, run_demo
-from undertow.demo.settings import OURS
+from undertow.lab.demo import DemoSettings, run_demo
+from undertow.lab.demo.settings import OURS
 
 PATIENCE_S = 120.0
 SCRIPT = """
@@ -305,7 +305,7 @@ def test_a_failed_rank_is_exit_code_1(tmp_path: Path) -> None:
 def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The command, in a session of its own as on a terminal."""
     started = subprocess.Popen(
-        [sys.executable, "-c", "from undertow.cli import main; main()", "demo", "--out", str(tmp_path)],
+        [sys.executable, "-c", "from undertow.lab.cli import main; main()", "demo", "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -25,7 +25,7 @@ from support.project import ROOT
 from support.ranks import in_ranks
 from support.warm import python
 from undertow import PhaseError, ShardedOptimizer, attach
-from undertow.trace.files import merge
+from undertow.lab.traces import merge
 
 SLEEP_S = 0.01
 

@@ -30,8 +30,8 @@ from support.scripted import all_in_one, one_each, scripted
 from support.sharded import parameters, require_equal, training
 from support.timed import Timed
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch
+from undertow.lab.profile import profile_from_file
 from undertow.plan import Plan, grouping
-from undertow.profile import profile_from_file
 
 MLP = CASES["mlp"]
 

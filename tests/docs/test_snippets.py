@@ -20,7 +20,7 @@ from support.project import DOCS, ROOT, SOURCES
 from support.ranks import Ranks
 from support.warm import python
 from undertow import UndertowError
-from undertow.profile import FIELDS, PARAM_FIELDS, profile_from_file, profile_from_json
+from undertow.lab.profile import FIELDS, PARAM_FIELDS, profile_from_file, profile_from_json
 
 RANKS = {"two ranks": "two_ranks", "three ranks": "three_ranks", "four ranks": "four_ranks"}
 FAILS, SCRIPT, BEFORE = "two ranks, fails", "script", "before"
@@ -193,7 +193,7 @@ def test_the_rows_columns_and_advice_of_the_report_are_explained_and_are_the_lib
     assert shown | {"MB", "ready", "launched", "done", "wire", "waited", "largest parameter +others"} <= explained
     assert [name for name in sorted(explained) if not any(f'"{indent}{name}"' in SOURCE for indent in ("", "  ", "    "))] == []
     quoted = re.findall(r"^> (.*)$", page, re.MULTILINE)
-    assert len(quoted) == 7
+    assert len(quoted) == 8
     assert [text for text in quoted if not all(part in SOURCE for part in text.split("..."))] == []
 
 
@@ -214,7 +214,7 @@ def test_every_field_of_a_profile_has_a_row(section: str, fields: tuple[str, ...
 # The reference of docs/reference has every public name, and every one has something to say.
 
 
-MODULES = ["undertow", "undertow.plan", "undertow.cost", "undertow.profile", "undertow.simulate", "undertow.trace"]
+MODULES = ["undertow", "undertow.plan", "undertow.lab.cost", "undertow.lab.profile", "undertow.lab.simulate", "undertow.trace"]
 SHOWN = [
     name
     for page in sorted((ROOT / "docs" / "reference").glob("*.md"))

@@ -29,8 +29,8 @@ from undertow import (
     load_checkpoint,
     save_checkpoint,
 )
-from undertow.cost import link_from_text
-from undertow.emulation.link import BACKEND, emulated_backend
+from undertow.lab.cost import link_from_text
+from undertow.lab.emulation.link import BACKEND, emulated_backend
 
 pytestmark = pytest.mark.waits
 FIRST = "bucket 0 ('last.bias')"

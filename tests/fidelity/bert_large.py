@@ -11,11 +11,11 @@ from functools import cache
 from typing import NamedTuple
 
 from fidelity.solve import solve
-from undertow.cost import Costs, Link, RingCosts
+from undertow.lab.cost import Costs, Link, RingCosts
+from undertow.lab.profile import Profile
+from undertow.lab.simulate import IDEAL, simulate
 from undertow.plan import ParamSpec, plan_from_groups
-from undertow.profile import Profile
 from undertow.schedule import DDP
-from undertow.simulate import IDEAL, simulate
 
 ONE_GPU_MS = 163.3
 FUSED_MS: Mapping[str, Mapping[int, float]] = {  # one message, after backward

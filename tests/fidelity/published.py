@@ -25,13 +25,13 @@ from statistics import median
 
 from fidelity.bert_large import bert
 from support.project import ROOT
-from undertow.cost import Costs, Link, RingCosts, costs_for
+from undertow.lab.cost import Costs, Link, RingCosts, costs_for
+from undertow.lab.profile import Profile
+from undertow.lab.simulate import IDEAL, Conditions, simulate
 from undertow.plan import ParamSpec, SizeCaps, group_by_size, plan_from_groups
-from undertow.profile import Profile
 from undertow.schedule import DDP
-from undertow.simulate import IDEAL, Conditions, simulate
 
-# Latency of one message, fitted to the rows that are not kept out, together with `undertow.simulate.DEFAULTS`.
+# Latency of one message, fitted to the rows that are not kept out, together with `undertow.lab.simulate.DEFAULTS`.
 HOPS_US = {"10 GbE": 57.0, "100 Gb/s InfiniBand": 58.0, "100 GbE": 72.0}
 _MIB = 1024 * 1024
 _NUM_GPUS = (4, 8, 16, 32)

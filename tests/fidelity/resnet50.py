@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from support.project import ROOT
-from undertow.cost import Costs, Link, RingCosts
-from undertow.plan import ParamSpec, StepModel, StepTiming, choose, plan_from_groups
-from undertow.profile import Profile
+from undertow.lab.cost import Costs, Link, RingCosts
+from undertow.lab.planning import StepModel, StepTiming, choose
+from undertow.lab.profile import Profile
+from undertow.lab.simulate import IDEAL, simulate
+from undertow.plan import ParamSpec, plan_from_groups
 from undertow.schedule import DDP
-from undertow.simulate import IDEAL, simulate
 from undertow.trace import overlap_of
 
 NUM_RANKS, ITERATION_MS, _MIB = 32, 128.1, 1024 * 1024

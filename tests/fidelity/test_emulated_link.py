@@ -13,10 +13,10 @@ import torch
 from support.emulated import run_over_link
 from support.timed import Timed
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow.lab.profile import Profile, profile_from_json
+from undertow.lab.simulate import simulate
 from undertow.plan import plan_from_groups
-from undertow.profile import Profile, profile_from_json
 from undertow.schedule import strategy_named
-from undertow.simulate import simulate
 
 pytestmark = [pytest.mark.alone, pytest.mark.waits, pytest.mark.slow]
 NUM_LAYERS, NUMEL, PAUSE_S = 12, 250_000, 0.008  # 12 MB: 101 ms of wire at 1 Gb/s under 96 ms of backward

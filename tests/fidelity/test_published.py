@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from fidelity import bert_large, published, resnet50
 from support.project import ROOT
-from undertow.cost import link_from_text
-from undertow.report.comparison import BAND
-from undertow.simulate import DEFAULTS, IDEAL, Conditions
+from undertow.lab.cost import link_from_text
+from undertow.lab.report.comparison import BAND
+from undertow.lab.simulate import DEFAULTS, IDEAL, Conditions
 
 RESNET = resnet50.profile()
 PAGE = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")

@@ -19,9 +19,9 @@ from support.project import ROOT
 from support.strategies import spec
 from support.warm import python
 from undertow import Outer
+from undertow.lab.runner.command import main
+from undertow.lab.runner.settings import settings_from, variables_of
 from undertow.plan import plan_from_groups
-from undertow.runner.command import main
-from undertow.runner.settings import settings_from, variables_of
 
 PLAN = plan_from_groups([spec("a", 8)], [[0]], num_ranks=2).to_json()
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -179,7 +179,7 @@ print(type(model).__module__, type(model).__name__, isinstance(model, Distribute
 def test_a_name_that_was_bound_before_makes_ours() -> None:
     site = Path(sys.modules["undertow"].__path__[0]) / "runner" / "site"
     done = run(FORKED, "-c", BOUND.format(site=str(site)), UNDERTOW_RUN="")
-    assert done.stdout == "undertow.runner.replacing DistributedDataParallel True\n", done.stderr
+    assert done.stdout == "undertow.lab.runner.replacing DistributedDataParallel True\n", done.stderr
 
 
 ODD = """

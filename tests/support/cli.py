@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from support.project import ROOT
 from support.strategies import spec
-from undertow.cost import CostCurve
-from undertow.profile import Profile
-from undertow.report.what_if import WhatIf
+from undertow.lab.cost import CostCurve
+from undertow.lab.profile import Profile
+from undertow.lab.report.what_if import WhatIf
 from undertow.schedule import STRATEGIES
 
 EXAMPLE, MIB = ROOT / "examples" / "profiles" / "gpt2.json", 1024 * 1024

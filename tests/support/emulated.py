@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from support.inside import BACKEND, EmulatedLink, emulated_backend
 from support.processes import Ended, Rank, run_ranks
-from undertow.cost import link_from_text
+from undertow.lab.cost import link_from_text
 
 Program = Callable[[EmulatedLink], Any]
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import undertow.demo.rank
+import undertow.lab.demo.rank
 import undertow.sync.group_sync
 from undertow import GradientSync, SyncConfig
 from undertow.buckets.bucket import Layout, Shared
@@ -30,13 +30,13 @@ from undertow.buckets.comm_hook import HookedBucket as HookedBucket
 from undertow.buckets.reducer import Reducer
 from undertow.checkpoint import files as checkpoint_files
 from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
-from undertow.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.engine import params as module_params
 from undertow.engine import tuning
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.engine import Engine
 from undertow.engine.measuring import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.engine.trying import NUM_STEPS_COUNTED, Trying
+from undertow.lab.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
 from undertow.ranks import agreement, connections, handshake, patience
@@ -199,7 +199,7 @@ def nothing(_op: Op) -> None:
 
 
 def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
-    return mock.patch.object(undertow.demo.rank, "run_rank", target)
+    return mock.patch.object(undertow.lab.demo.rank, "run_rank", target)
 
 
 # Calls inside of the library between which tests need a point, with the name that they have in tests.

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from support.strategies import spec
-from undertow.plan import ParamSpec, StepTiming
-from undertow.profile import Profile
+from undertow.lab.planning import StepTiming
+from undertow.lab.profile import Profile
+from undertow.plan import ParamSpec
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from support.project import ROOT
 from support.records import record
 from support.strategies import spec
 from undertow import ConfigError, UndertowError, errors
-from undertow.cost import CostCurve
 from undertow.foreign import MOST_LEVELS, parsed_json, printable, printable_lines
+from undertow.lab.cost import CostCurve
+from undertow.lab.profile import Profile, profile_from_file, profile_from_json
+from undertow.lab.report.timeline import save_timeline
 from undertow.plan import ParamSpec, Plan, plan_from_groups
-from undertow.profile import Profile, profile_from_file, profile_from_json
-from undertow.report.timeline import save_timeline
 from undertow.trace import Event, Trace, summarize
 from undertow.tune import Explanation
 

@@ -16,7 +16,7 @@ from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import Arrivals
 from undertow.trace import StepRecord
-from undertow.tune import Measured, array_of_records, measurement_from_array
+from undertow.trace.measured import MeasuredSteps, Measurements, array_of_records
 
 NUM_STEPS_MEASURED = 5
 # The first step allocates memory. The second has the plan in the order of arrival.
@@ -54,7 +54,7 @@ class Measuring:
     """
 
     def __init__(
-        self, arrivals: Arrivals, recorder: Recorder, group: OwnGroup, measured: Measured
+        self, arrivals: Arrivals, recorder: Recorder, group: OwnGroup, measured: Measurements
     ) -> None:
         self.is_over = False
         self._arrivals, self._recorder, self._group = arrivals, recorder, group
@@ -84,7 +84,7 @@ class Measuring:
         shards were not measured."""
         exchange = self._exchange
         if self.is_over and exchange is not None and not exchange.measured.has_shards:
-            self._measured.forget()
+            self._measured.is_current = False
             self.is_over, self._num_rounds = False, 0
 
     def _exchange_times(self, present: Present) -> None:
@@ -105,7 +105,7 @@ class Measuring:
             self._num_rounds = NUM_STEPS_BEFORE
             self._arrivals.at_each = self._recorder.gradient_arrives
             return
-        found = measurement_from_array(latest[:, :-1], exchange.records, exchange.measured.plan)
-        if found is not None:
+        found = MeasuredSteps(exchange.measured.plan, exchange.records, latest[:, :-1])
+        if found.is_complete:
             self._measured.learn(found)
         self.is_over = True

@@ -15,7 +15,8 @@ from undertow.engine.trying import MOST_DROPS, Trying
 from undertow.plan import Plan, observed, plan_in_order
 from undertow.ranks.handle import Handle
 from undertow.schedule import Arrivals
-from undertow.tune import Measured, Trials
+from undertow.trace.measured import Measurements
+from undertow.tune import Trials
 from undertow.wire import AUTO
 
 
@@ -46,7 +47,7 @@ class Tuning:
     ) -> None:
         config = reducer.config
         self._wire = AUTO if config.wire == AUTO else config.plan_wire
-        self.measured = Measured(wire=self._wire, param_wire=config.param_wire)
+        self.measured = Measurements()
         self.measuring: Measuring | None = None  # if steps are measured
         self.trying: Trying | None = None  # if plans may be tried
         self._arrivals, self._recorder, self._reducer = arrivals, recorder, reducer

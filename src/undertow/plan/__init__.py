@@ -1,10 +1,10 @@
 """Plans buckets before any gradient exists."""
 
-from undertow.plan.choose import Candidate, Choice, choose, equal_groups
 from undertow.plan.facts import Trailer, signature_of
 from undertow.plan.grouping import (
     SizeCaps,
     default_caps,
+    equal_groups,
     first_plan,
     group_by_size,
     largest_first,
@@ -19,29 +19,22 @@ from undertow.plan.layout import (
     Wires,
 )
 from undertow.plan.plan import Bucket, Plan, plan_from_groups
-from undertow.plan.timing import StepModel, StepTiming, payload_of
 
 __all__ = [
     "Bucket",
-    "Candidate",
-    "Choice",
     "Groups",
     "ParamSpec",
     "Plan",
     "SizeCaps",
     "Slot",
-    "StepModel",
-    "StepTiming",
     "Trailer",
     "Wires",
-    "choose",
     "default_caps",
     "equal_groups",
     "first_plan",
     "group_by_size",
     "largest_first",
     "observed",
-    "payload_of",
     "plan_from_groups",
     "plan_in_order",
     "reverse_registration",

@@ -262,3 +262,37 @@ def _difference(params: Sequence[ParamSpec], planned: Sequence[ParamSpec]) -> st
 
 def _text(spec: ParamSpec) -> str:
     return f"{spec.name!r} {spec.shape} {spec.dtype}{' sparse' if spec.is_sparse else ''}"
+
+
+def equal_groups(
+    params: Sequence[ParamSpec],
+    order: Sequence[int],
+    *,
+    num_buckets: int,
+    last_share: float = 1.0,
+) -> Groups:
+    """Returns about `num_buckets` groups of consecutive parameters of `order`, of about equal
+    bytes.
+
+    The last one has `last_share` of the bytes of another one. Parameters of different dtype, device
+    or optimizer go to different groups: each kind gets its share of `num_buckets`, and one at
+    least.
+    """
+    of_kind: defaultdict[Kind, list[int]] = defaultdict(list)
+    for param in order:
+        of_kind[params[param].kind].append(param)
+    total_bytes = sum(spec.num_bytes for spec in params) or 1
+    groups: list[list[int]] = []
+    for members in of_kind.values():
+        num_bytes = sum(params[param].num_bytes for param in members)
+        number = max(1, round(num_buckets * num_bytes / total_bytes))
+        target = num_bytes / (number - 1 + last_share) or 1
+        stretches: list[list[int]] = [[] for _ in range(number)]
+        sent_bytes = 0
+        for param in members:
+            middle = sent_bytes + params[param].num_bytes / 2
+            stretch = min(int(middle / target), number - 1)
+            stretches[stretch].append(param)
+            sent_bytes += params[param].num_bytes
+        groups += filter(None, stretches)
+    return by_last_ready(groups, order)

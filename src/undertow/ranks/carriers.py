@@ -198,11 +198,10 @@ class PostedMessages:
             tensor.copy_(sum_in_order(arriving.messages, into=torch.empty_like(tensor)))
             self.give_back(arriving.held)
 
-    def expect(
+    def prepare(
         self,
         sizes: Sequence[int],
         dtype: torch.dtype,
-        tag: int,
         *,
         into: Sequence[Tensor] | None = None,
         over: dist.ProcessGroup | None = None,
@@ -219,16 +218,20 @@ class PostedMessages:
             taken = [self.take(sum(rooms), dtype)]
             places = torch.split(taken[0], rooms)
             messages = [place[:size] for place, size in zip(places, sizes, strict=True)]
-        works = self.group.receive(messages, tag, over or self.group.process_group)
-        return Gathering(messages[self.group.rank], messages, works, taken, group=over)
+        return Gathering(messages[self.group.rank], messages, held=taken, group=over)
 
-    def expect_parts(
-        self, flat: Tensor, parts: Sequence[range], tag: int, *, over: dist.ProcessGroup | None
+    def prepare_parts(
+        self, flat: Tensor, parts: Sequence[range], *, over: dist.ProcessGroup | None
     ) -> Gathering:
         """Prepares to gather the parts of a tensor that has this rank's own."""
         sizes = list(map(len, parts))
         messages = torch.split(flat[: parts[-1].stop], sizes)
-        return self.expect(sizes, flat.dtype, tag, into=messages, over=over)
+        return self.prepare(sizes, flat.dtype, into=messages, over=over)
+
+    def receive(self, gathering: Gathering, tag: int) -> None:
+        """Posts the receives of a gather, after those of messages that arrive earlier."""
+        group = gathering.group or self.group.process_group
+        gathering.works.extend(self.group.receive(gathering.messages, tag, group))
 
     def send_to_all(self, gathering: Gathering, tag: int) -> None:
         """Sends this rank's message of a gather."""
@@ -345,11 +348,10 @@ class BackendCollectives:
     def finish_sum(self, tensor: Tensor, arriving: Arriving) -> None:
         """Does nothing: the backend has written the sum."""
 
-    def expect(
+    def prepare(
         self,
         sizes: Sequence[int],
         dtype: torch.dtype,
-        tag: int,
         *,
         into: Sequence[Tensor] | None = None,
         over: dist.ProcessGroup | None = None,
@@ -360,12 +362,15 @@ class BackendCollectives:
         messages = [room[:size] for room, size in zip(torch.split(flat, rooms), sizes, strict=True)]
         return Gathering(own, messages, held=[flat], flat=flat, sizes=rooms)
 
-    def expect_parts(
-        self, flat: Tensor, parts: Sequence[range], tag: int, *, over: dist.ProcessGroup | None
+    def prepare_parts(
+        self, flat: Tensor, parts: Sequence[range], *, over: dist.ProcessGroup | None
     ) -> Gathering:
         part = parts[self.group.rank]
         own, sizes = flat[part.start : part.stop], list(map(len, parts))
         return Gathering(own, [], flat=flat[: parts[-1].stop], sizes=sizes)
+
+    def receive(self, gathering: Gathering, tag: int) -> None:
+        """Does nothing: the collective that sends also receives."""
 
     def send_to_all(self, gathering: Gathering, tag: int) -> None:
         sent, sizes, flat = gathering.own, list(gathering.sizes), gathering.flat

@@ -172,11 +172,13 @@ class Exchanges:
         room = Room(carrier)
         messages = parcel.messages(values, room.take)
         sizes = [message.numel() for message in messages]
+        # Before the exchange: the side stream waits for it, and so for the stream that makes this
+        # memory. A peer returns the mean of a part only after it has received the part, so the
+        # memory of the part is free by then.
+        means = carrier.prepare(sizes, messages[0].dtype, into=messages)
         flags = None if trailer is None else carrier.start_sum(trailer, tag + 2)
         summands = carrier.exchange(messages, tag)
-        # After these, because an emulated link receives in order. A peer returns the mean of a part
-        # only after it has received the part, so its memory is free by then.
-        means = carrier.expect(sizes, messages[0].dtype, tag + 1, into=messages)
+        carrier.receive(means, tag + 1)  # after these: an emulated link receives in order
         if flags is not None:
             carrier.expect_sum(flags, tag + 3)
         # A sum of parts needs the messages of the first wait, and any other one those of the last.
@@ -214,7 +216,8 @@ class Exchanges:
         carrier, tag, over = self.carrier, _GATHER_TAG + number, self.carrier.group_to_hold()
 
         def post() -> Wait:
-            arriving = carrier.expect_parts(flat, parts, tag, over=over)
+            arriving = carrier.prepare_parts(flat, parts, over=over)
+            carrier.receive(arriving, tag)
             carrier.send_to_all(arriving, tag)
 
             def end() -> None:
@@ -243,7 +246,8 @@ class Exchanges:
         rank, sizes = self.group.rank, parcel.sizes
 
         def post() -> Wait:
-            arriving = carrier.expect(sizes, torch.uint8, tag, over=over)
+            arriving = carrier.prepare(sizes, torch.uint8, over=over)
+            carrier.receive(arriving, tag)
             difference = carrier.take(len(parcel.parts[rank]), parcel.dtype)
             write_difference(difference)
             parcel.write(difference, rank, arriving.own[: sizes[rank]])

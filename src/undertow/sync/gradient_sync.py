@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from undertow.engine.params import ModuleParams
 from undertow.errors import WrongType, all_of
 from undertow.outer.outer_sync import OuterSync
 from undertow.plan import Plan
-from undertow.profile import Profile
 from undertow.ranks.group import GroupRef, chosen_group
 from undertow.ranks.transport import OwnGroup
 from undertow.sync.group_sync import GroupSync
@@ -35,6 +34,9 @@ from undertow.sync.tracing import save_trace
 from undertow.torch_private import private
 from undertow.trace import StepReport, Trace
 from undertow.tune import Explanation
+
+if TYPE_CHECKING:
+    from undertow.lab.profile import Profile
 
 T = TypeVar("T")
 

@@ -1,7 +1,10 @@
 """Measurements of a model, and their use: profile, explanation, costs of the network."""
 
+from __future__ import annotations
+
 import time
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,10 +16,13 @@ from undertow.engine.engine import Engine
 from undertow.engine.hooks import ParamHooks
 from undertow.engine.tuning import may_move, why_fixed
 from undertow.errors import PhaseError
-from undertow.profile import Profile
 from undertow.ranks.transport import OwnGroup
+from undertow.sync.views import profile_of
 from undertow.tune import Explanation, explanation
 from undertow.wire import AUTO
+
+if TYPE_CHECKING:
+    from undertow.lab.profile import Profile
 
 _SIZES = tuple(4096 * 4**power for power in range(8))  # bytes: 4 KiB to 64 MiB
 _NUM_TIMES = 5
@@ -26,7 +32,14 @@ def measured_profile(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConf
     """Returns the measurements of these parameters; raises PhaseError before there are any."""
     profile = None
     if hooks.tuning is not None:
-        profile = hooks.tuning.measured.profile(compiled.plan, strategy=compiled.strategy.name)
+        reduced = compiled.reducer.config
+        profile = profile_of(
+            hooks.tuning.measured,
+            compiled.plan,
+            strategy=compiled.strategy.name,
+            wire=AUTO if reduced.wire == AUTO else reduced.plan_wire,
+            param_wire=reduced.param_wire,
+        )
     if profile is None:
         raise no_profile(config, compiled.reducer.group)
     return profile
@@ -94,8 +107,7 @@ def sweep(engine: Engine, config: SyncConfig) -> None:
         raise no_profile(config, group)
     engine.current_plan.open_group()
     with group.waiting("the measurement of the network"):
-        costs = _swept_costs(engine.current_plan.compiled.reducer)
-        tuning.measured.learn_costs("all_reduce", costs)
+        tuning.measured.all_reduces += _swept_costs(engine.current_plan.compiled.reducer)
 
 
 def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:

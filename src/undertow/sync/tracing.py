@@ -11,8 +11,9 @@ from pathlib import Path
 from undertow.engine.engine import Engine
 from undertow.errors import PhaseError, require
 from undertow.ranks import faults
+from undertow.sync.views import path_of_rank, trace_text
 from undertow.torch_private import private
-from undertow.trace.files import path_of_rank, trace_text, write_whole
+from undertow.whole_file import write_whole
 
 FOLDER = "UNDERTOW_TRACE"  # the variable that names a folder for traces
 _numbers = itertools.count()  # of the models that are traced, in the order all ranks create them

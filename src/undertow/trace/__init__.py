@@ -12,7 +12,6 @@ from undertow.trace.record import (
     overlap_of,
     union_us,
 )
-from undertow.trace.samples import Transfer, cost_samples
 from undertow.trace.step_report import StepReport
 from undertow.trace.summary import summarize
 
@@ -25,8 +24,6 @@ __all__ = [
     "StepRecord",
     "StepReport",
     "Trace",
-    "Transfer",
-    "cost_samples",
     "limit_us",
     "overlap_of",
     "summarize",

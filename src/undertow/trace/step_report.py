@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from undertow.shown import Shown, cell, narrow_table, with_experts
 from undertow.trace.bucket_report import BucketReport, bucket_table
-from undertow.trace.files import write_whole
 from undertow.trace.outer_report import OuterReport
 from undertow.trace.record import Event
+from undertow.whole_file import write_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -130,7 +130,8 @@ class StepReport(Shown):
         """One sentence.
 
         The first cause that explains most of the exposed time, and what to do about it. Only a
-        step with the verdict poor has one: a cause is worth at least 5 % of it then.
+        step with the verdict poor has one: a cause is worth at least 5 % of it then. If others wait
+        for this rank, that is said: they have a poor step.
         """
         if self.num_steps == 0 and self.outer is not None:
             return "Within a step this replica, a single rank, sends nothing."
@@ -142,7 +143,15 @@ class StepReport(Shown):
             return "Nothing is sent, so nothing is waited for: all gradients stay where they are."
         if self.num_steps < _FEWEST_STEPS:
             return f"Too few steps to judge: {self.num_steps} under this plan. Ask again after ten."
-        if self.verdict in ("excellent", "good"):
+        is_hidden = self.verdict in ("excellent", "good")
+        if is_hidden and self._held_up_ms > _VERDICTS["good"] * self.step_ms:
+            return (
+                "This rank waits for no other, but another waits "
+                f"{self._held_up_ms:.1f} ms for rank {self.rank}, the slowest in this step: look "
+                "at its input pipeline, at the length of its batches, and at what else runs on its "
+                "machine."
+            )
+        if is_hidden:
             share = self.exposed_ms / self.step_ms
             return (
                 f"Well hidden: the step waits for communication in {share:z.1%} of its time. "
@@ -154,6 +163,13 @@ class StepReport(Shown):
                 f"and waits below {_LEAST_MS:.0f} ms depend on what else the processors do."
             )
         return next(filter(None, (cause(self) for cause in _CAUSES)))
+
+    @property
+    def _held_up_ms(self) -> float:
+        """How long the fastest rank waits for this one; 0 if another is the slowest."""
+        if self.slowest_rank != self.rank:
+            return 0.0
+        return max(self.busy_ms) - min(self.busy_ms)
 
     def scalars(self) -> dict[str, float]:
         """Returns the figures by name, for a logger such as TensorBoard; docs/scalars.md has

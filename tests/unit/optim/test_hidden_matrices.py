@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from undertow import ConfigError, hidden_matrices
-from undertow.demo.model import Gpt
+from undertow.lab.demo.model import Gpt
 
 LAYER = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
 

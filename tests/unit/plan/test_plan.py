@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from support.errors import Call, text_of
 from support.strategies import plans, spec
 from undertow.errors import ConfigError
+from undertow.lab.planning import payload_of
 from undertow.plan import (
     ParamSpec,
     Plan,
     SizeCaps,
     Trailer,
     group_by_size,
-    payload_of,
     plan_from_groups,
     signature_of,
 )

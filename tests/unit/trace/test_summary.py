@@ -17,9 +17,19 @@ from hypothesis import strategies as st
 from support.errors import refusal
 from support.records import GATHERS, record, report, row
 from support.strategies import spec
-from undertow.cost import curve_from_samples
+from undertow.lab.cost import curve_from_samples
+from undertow.lab.samples import Transfer, cost_samples
 from undertow.plan import plan_from_groups
-from undertow.trace import Event, Overlap, StepReport, Trace, Transfer, cost_samples, limit_us, overlap_of, summarize, union_us
+from undertow.trace import (
+    Event,
+    Overlap,
+    StepReport,
+    Trace,
+    limit_us,
+    overlap_of,
+    summarize,
+    union_us,
+)
 from undertow.trace.record import wires_of
 
 LATE = (record().buckets[0], row(1, 60_000, 99_000, (60_000, 99_000)))
@@ -175,6 +185,17 @@ def six(**changes: Any) -> StepReport:
             "Well hidden: the step waits for communication in 10.0% of its time. There is nothing to do.",
         ),
         (
+            # Rank 0 waits 2 % of its step, and rank 1 40 ms for it.
+            six(step_us=2e5, busy_ms=(65.0, 25.0), buckets=(row(0, 30_000, 64_000, (60_000, 64_000)),)),
+            "This rank waits for no other, but another waits 40.0 ms for rank 0, the slowest in this step: look at its input "
+            "pipeline, at the length of its batches, and at what else runs on its machine.",
+        ),
+        (
+            # The same, where it is less than a tenth of the step.
+            six(step_us=2e5, busy_ms=(65.0, 46.0), buckets=(row(0, 30_000, 64_000, (60_000, 64_000)),)),
+            "Well hidden: the step waits for communication in 2.0% of its time. There is nothing to do.",
+        ),
+        (
             six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700),
             "Too small to judge: the step waits 0.80 ms for communication, and waits below 1 ms depend on what else the "
             "processors do.",
@@ -240,6 +261,8 @@ def six(**changes: Any) -> StepReport:
             "well hidden",
             "good, and processors have a part",
             "good, and a rank is late",
+            "others wait for this rank",
+            "others wait little",
             "too small",
             "a late rank",
             "processors",

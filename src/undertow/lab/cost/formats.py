@@ -1,0 +1,44 @@
+"""The time of collectives in a format: fewer bytes, but also encoding and decoding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from undertow.lab.cost.costs import Costs, MeasuredCosts
+from undertow.lab.cost.curves import Floats
+from undertow.wire import WIRES
+
+_FP32_MB = 4e-6  # of an element
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """The values that one collective carries."""
+
+    num_bytes: int  # as they travel
+    wire: str | None = None
+    num_encoded: int = 0  # elements in the format; the others travel in full width
+    is_host: bool = True  # processors encode and decode it; the time of a stream is not counted
+
+    @property
+    def host_us(self) -> float:
+        """Microseconds of a processor for its format, beyond those for its bytes."""
+        return WIRES[self.wire].bucket_us if self.wire and self.is_host else 0.0
+
+
+def payloads_us(costs: Costs, kind: str, payloads: Sequence[Payload]) -> Floats:
+    """Returns the microseconds of one collective for each payload.
+
+    To the costs of its bytes it adds the time of processors to encode, add and decode, unless the
+    costs were measured in the same format and contain it. Half of an all-reduce takes half of that
+    time.
+    """
+    contained = costs.wires.get(kind) if isinstance(costs, MeasuredCosts) else None
+    share = 1.0 if kind == "all_reduce" else 0.5
+    coding_us = np.zeros(len(payloads))
+    for index, payload in enumerate(payloads):
+        if payload.wire is not None and payload.is_host and payload.wire != contained:
+            per_element_us = WIRES[payload.wire].coding_us_per_mb * _FP32_MB
+            coding_us[index] = share * per_element_us * payload.num_encoded
+    return costs.collective_us(kind, [payload.num_bytes for payload in payloads]) + coding_us

@@ -1,0 +1,334 @@
+"""Predicts the step of a model on a network that may not exist, for several groupings of its
+gradients."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+from undertow.config import SyncConfig
+from undertow.errors import require, suggestion
+from undertow.lab.cost import NODE_LINK, Costs, costs_for
+from undertow.lab.planning import Choice, StepModel, choose
+from undertow.lab.profile import Profile
+from undertow.lab.report.comparison import SimulatedStep
+from undertow.lab.simulate import Conditions, simulate, with_divided_update
+from undertow.plan import (
+    Groups,
+    ParamSpec,
+    Plan,
+    SizeCaps,
+    Wires,
+    group_by_size,
+    plan_from_groups,
+    plan_in_order,
+)
+from undertow.schedule import Strategy, strategy_named
+from undertow.wire import AUTO
+
+_MIB = 1024 * 1024
+PER_PARAMETER, FIXED, PLANNED, MEASURED = (
+    "per parameter",
+    "25 MiB buckets",
+    "planned buckets",
+    "measured buckets",
+)
+_TORCH_CAPS = SizeCaps(cap_bytes=25.0 * _MIB, first_bytes=(1.0 * _MIB,))
+_MUON, _ELEMENTWISE = "muon", ("adamw", "sgd")
+_NOT_HIDDEN = ("emb", "wte", "wpe", "head")  # in names of embeddings and heads
+# Processor time of a bucket if processors are the bottleneck: the host packs, launches and binds
+# it, and the backend's threads copy and add. 0.2 to 0.5 ms on the machine of docs/benchmarks.md.
+_HOST_US = 200.0
+_NEEDS_LINK = 'Give the network, such as --ranks 64 --per-node 8 --link "100gbit,5us".'
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """A profile under a strategy, on a number of ranks and their network.
+
+    Raises ConfigError for a model without parameters, and for options without effect.
+    """
+
+    profile: Profile
+    strategy: Strategy
+    num_ranks: int
+    link: str | None = None  # None: the network of the profile
+    per_node: int | None = None
+    node_link: str | None = None
+    conditions: Conditions = field(default_factory=Conditions)
+    wire: str | None = None  # the format of gradients, or "auto"
+    param_wire: str | None = None  # the format of gathered parameters
+    # the optimizer whose update is divided over ranks; None: an update takes as in the profile
+    optimizer: str | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.profile.params,
+            "a model without parameters communicates nothing.",
+            where=f"the profile {self.profile.name!r}",
+            remedy="Give it the parameters of the model.",
+        )
+        require(
+            self.link is not None or self.per_node is None,
+            "--per-node has no effect without --link.",
+            where="the network",
+            remedy="Give --link too.",
+        )
+        require(
+            self.per_node is not None or self.node_link is None,
+            "--node-link has no effect without --per-node.",
+            where="the network",
+            remedy="Give --per-node too.",
+        )
+        require(
+            self.strategy.gather is not None or self.param_wire is None,
+            "--param-wire has no effect without shards.",
+            where=f"--strategy {self.strategy.name}",
+            remedy="Give --strategy zero1, zero2 or hybrid too.",
+        )
+
+    @classmethod
+    def of(  # noqa: PLR0913  # one argument per question
+        cls,
+        profile: Profile,
+        *,
+        strategy: str | None = None,
+        num_ranks: int | None = None,
+        wire: str | None = None,
+        param_wire: str | None = None,
+        optimizer: str | None = None,
+        link: str | None = None,
+        per_node: int | None = None,
+        node_link: str | None = None,
+    ) -> Self:
+        """Takes the profile's strategy, number of ranks and formats if they are None, and its
+        network without a link.
+
+        The format "none" is full width. With "muon" and shards, hidden matrices have one owner
+        each. Whole parameters of the profile are cut if every rank updates everything, or if the
+        optimizer is another one.
+        """
+        chosen = strategy_named(strategy or profile.strategy)
+        known = (_MUON, *_ELEMENTWISE)
+        require(
+            optimizer is None or optimizer in known,
+            f"optimizer {optimizer!r} cannot be simulated.",
+            where="--optimizer",
+            remedy=suggestion(optimizer, known),
+        )
+        if chosen.gather is None or optimizer in _ELEMENTWISE:
+            cut = (replace(spec, is_whole=False) for spec in profile.params)
+            profile = replace(profile, params=tuple(cut))
+        elif optimizer == _MUON:
+            profile = _with_hidden_matrices_whole(profile)
+        gathered = None if chosen.gather is None else profile.param_wire
+        formats = SyncConfig(
+            wire=_format(wire, profile.wire), param_wire=_format(param_wire, gathered)
+        )
+        num_ranks = num_ranks or profile.num_ranks
+        if num_ranks == 1:  # nothing is sent
+            formats = SyncConfig()
+        return cls(
+            optimizer=optimizer,
+            profile=profile,
+            strategy=chosen,
+            num_ranks=num_ranks,
+            wire=formats.wire,
+            param_wire=formats.param_wire,
+            link=link,
+            per_node=per_node,
+            node_link=node_link,
+        )
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The costs on the network, or the profile's if no link is given.
+
+        Raises ConfigError if the profile has no costs for these ranks and this strategy, and for a
+        strategy over two axes on a network without nodes.
+        """
+        profile = self.profile
+        is_mesh = self.strategy.crossing is not None
+        if self.link is None:
+            was_mesh = strategy_named(profile.strategy).crossing is not None
+            require(
+                profile.curves and self.num_ranks == profile.num_ranks and is_mesh == was_mesh,
+                f"the costs of {self.strategy.name!r} over {self.num_ranks} ranks are unknown.",
+                where=f"the profile {profile.name!r} has costs of "
+                f"{', '.join(profile.curves) or 'nothing'}, {profile.strategy!r} over "
+                f"{profile.num_ranks} ranks",
+                remedy=_NEEDS_LINK,
+            )
+            return profile.costs()
+        require(
+            self.per_node is not None or not is_mesh,
+            f"the strategy {self.strategy.name!r} needs a network of nodes.",
+            where=f"--link {self.link}",
+            remedy="Give --per-node too.",
+        )
+        # Measured on processors, collectives are gloo's.
+        is_gloo = profile.is_measured and all(spec.device == "cpu" for spec in profile.params)
+        return costs_for(
+            self.link,
+            num_ranks=self.num_ranks,
+            per_node=self._per_node,
+            inside=self.node_link or NODE_LINK,
+            is_mesh=is_mesh,
+            has_trees=not is_gloo,
+        )
+
+    @property
+    def network(self) -> str:
+        """Describes the network in words."""
+        link, per_node = self.link, self._per_node
+        if link is None:
+            return f"as measured over {self.num_ranks} ranks"
+        if per_node is None:
+            return f"{link}, {self.num_ranks} ranks"
+        inside = self.node_link or NODE_LINK
+        return f"{link} between nodes of {per_node} ranks, {inside} inside; {self.num_ranks} ranks"
+
+    @property
+    def _per_node(self) -> int | None:
+        # If there are fewer ranks than a node has, all of them are on one node.
+        per_node = self.per_node
+        return None if per_node is None else min(per_node, self.num_ranks)
+
+    @cached_property
+    def choice(self) -> Choice:
+        """The plan that the model chooses."""
+        return self._choice(None)
+
+    @property
+    def compute_us(self) -> float:
+        """Time of a step without communication."""
+        return self.profile.forward_us + self.profile.backward_us + self.profile.update_us
+
+    @cached_property
+    def planned(self) -> Plan:
+        """The best plan, which knows nothing of skew, contention and copies.
+
+        A row of fixed sizes may be faster. With whole parameters, the plan that training begins
+        with, because it stays.
+        """
+        profile = self.profile
+        if any(spec.is_whole for spec in profile.params):
+            first = plan_in_order(
+                profile.params,
+                profile.order,
+                SyncConfig(),
+                num_ranks=self.num_ranks,
+                num_shards=self._num_shards,
+                has_shards=True,
+            )
+            return self.in_formats(first.groups)
+        best = self.choice.best
+        return self._plan(best.groups, best.wires)
+
+    def steps(self) -> tuple[SimulatedStep, ...]:
+        """Returns the step under every grouping."""
+        profile = self.profile
+        found = []
+        if profile.groups is not None and self.strategy.name == profile.strategy:
+            wires = profile.wires or (None,) * len(profile.groups)
+            measured = self._plan(profile.groups, wires)
+            if self.wire != profile.wire:
+                measured = self.in_formats(measured.groups)
+            found.append(self.step(MEASURED, measured))
+        alone = self.in_formats(tuple((param,) for param in profile.order))
+        fixed = self.in_formats(group_by_size(profile.params, profile.order, _TORCH_CAPS))
+        found.append(self.step(PER_PARAMETER, alone))
+        found.append(self.step(FIXED, fixed))
+        found.append(self.step(PLANNED, self.planned))
+        return tuple(found)
+
+    def step(self, method: str, plan: Plan) -> SimulatedStep:
+        """Simulates a step under `plan`."""
+        profile = self.divided(plan)
+        record = simulate(
+            profile,
+            plan,
+            self.strategy,
+            self.costs,
+            self.conditions,
+            param_wire=self.param_wire,
+        )
+        return SimulatedStep(
+            method=method,
+            num_buckets=len(plan.buckets),
+            trace=record.trace(),
+            step_us=record.step_us,
+            compute_us=self.compute_us - self.profile.update_us + profile.update_us,
+            late_rank_us=record.late_rank_us(),
+        )
+
+    def divided(self, plan: Plan) -> Profile:
+        """Returns the profile with the update of the rank that has the most work under `plan`."""
+        if self.optimizer is None:
+            return self.profile
+        return with_divided_update(self.profile, plan, self.strategy)
+
+    def in_formats(self, groups: Groups) -> Plan:
+        """Returns the plan of these buckets, in the formats that the model chooses."""
+        return self._plan(groups, self._choice(groups).best.wires)
+
+    def _choice(self, groups: Groups | None) -> Choice:
+        """Returns the choice among all plans, or only of the formats of `groups`."""
+        bucket_us = self.conditions.of(self.profile)["launch_us"]
+        if self.profile.is_measured and self.conditions.launch_us is None:
+            bucket_us = _bucket_us_of(self.profile)
+        model = StepModel(
+            params=self.profile.params,
+            timing=self.profile.timing,
+            costs=self.costs,
+            has_shards=self.strategy.gather is not None,
+            param_wire=self.param_wire,
+            bucket_us=bucket_us,
+            num_shards=self._num_shards or self.num_ranks,
+        )
+        wire = self.wire
+        if self.link is None and wire == AUTO and self.profile.is_bound_by_processors:
+            wire = None  # encoding takes more processor time
+        return choose(model, self.profile.order, wire=wire, groups=groups)
+
+    def _plan(self, groups: Groups, wires: Wires) -> Plan:
+        return plan_from_groups(
+            self.profile.params,
+            groups,
+            num_ranks=self.num_ranks,
+            num_shards=self._num_shards,
+            wires=wires,
+        )
+
+    @property
+    def _num_shards(self) -> int | None:
+        """The ranks of a replica; None is all ranks."""
+        return None if self.strategy.crossing is None else self._per_node
+
+
+def _bucket_us_of(profile: Profile) -> float:
+    """Returns the processor time that a bucket costs in backward, in microseconds."""
+    return _HOST_US if profile.is_bound_by_processors else profile.launch_us or 0.0
+
+
+def _format(asked: str | None, of_profile: str | None) -> str | None:
+    """Returns the format that is asked for, by default the profile's."""
+    if asked is None:
+        return of_profile
+    return None if asked == "none" else asked
+
+
+def _with_hidden_matrices_whole(profile: Profile) -> Profile:
+    """Returns the profile with an owner for each hidden matrix, as names and shapes tell them.
+
+    A profile that has whole parameters stays as it is. Any other loses its buckets, which may hold
+    matrices and other parameters.
+    """
+    if any(spec.is_whole for spec in profile.params):
+        return profile
+    params = tuple(replace(spec, is_whole=_is_hidden(spec)) for spec in profile.params)
+    return replace(profile, params=params, groups=None, wires=None)
+
+
+def _is_hidden(spec: ParamSpec) -> bool:
+    is_matrix = len(spec.shape) == 2 and not spec.is_sparse
+    return is_matrix and not any(part in spec.name.lower() for part in _NOT_HIDDEN)

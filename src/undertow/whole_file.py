@@ -1,0 +1,42 @@
+"""Files for users: a folder that must exist, and a file of which no half remains."""
+
+import gzip
+import os
+from pathlib import Path
+
+from undertow.errors import ConfigError, require
+
+
+def require_folder(folder: Path, *, where: str) -> None:
+    """Raises ConfigError if there is no such folder."""
+    require(
+        folder.is_dir(),
+        f"the folder '{folder}' does not exist.",
+        where=where,
+        remedy="Name the folder into which the run has written.",
+    )
+
+
+def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
+    """Writes a file, compressed if its name ends with .gz, under another name and renames it, so
+    that no half of it remains.
+
+    Raises ConfigError if it cannot be written.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(
+                gzip.compress(content, mtime=0) if path.suffix == ".gz" else content
+            )
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"'{path}' cannot be written: {error.strerror or error}.",
+            where=where,
+            remedy="Name a folder with space to write.",
+        ) from error
