@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # planning and simulating use the sizes alone, without torch
-    from torch import Tensor
+    from torch import Tensor, device
 
 # Encoded at once: on the host the values between two operators stay in a core's cache, on a device
 # operators are few.
@@ -75,11 +75,11 @@ class Wire(Protocol):
         *,
         is_host: bool = True,
     ) -> None:
-        """Writes `values` into `message`.
+        """Writes `values` into `message`: of one part, or of several parts with a row each.
 
         Args:
-            values: [numel] of a floating-point dtype
-            message: [num_bytes(numel)] uint8
+            values: [numel] or [rows, numel] of a floating-point dtype
+            message: [num_bytes(numel)] or [rows, num_bytes(numel)] uint8
             dither: [block] float32, within half a unit of the code: added to the elements of each
                 block before they are rounded. None rounds to the nearest.
             is_host: False if values are on a device; the host must not wait for it.
@@ -89,8 +89,8 @@ class Wire(Protocol):
         """Writes the values of `message` into `into`, or adds them to it.
 
         Args:
-            message: [num_bytes(numel)] uint8
-            into: [numel] of a floating-point dtype
+            message: [num_bytes(numel)] or [rows, num_bytes(numel)] uint8
+            into: [numel] or [rows, numel] of a floating-point dtype
             adds: True adds.
         """
 
@@ -126,6 +126,10 @@ class Cast:
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:
         import torch
 
+        if into.dim() > 1 and into.shape[-1] > chunk_numel(into):
+            for row, row_message in zip(into, message, strict=True):
+                self.decode(row_message, row, adds=adds)
+            return
         values = message.view(getattr(torch, self.dtype))
         if not adds:
             into.copy_(values)
@@ -133,7 +137,7 @@ class Cast:
         # An add of two dtypes takes twice as long as a cast and an add in the cache.
         for chunk in _chunks(into):
             part = into[chunk]
-            part.add_(_scratch(part).copy_(values[chunk]))
+            part.add_(scratch(part).copy_(values[chunk]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,51 +170,55 @@ class BlockInt8:
         *,
         is_host: bool = True,
     ) -> None:
-        blocks = values.view(-1, self.block)
-        codes, scales = self._views(message, len(blocks))
-        for chunk in _chunks(blocks):
-            encode = _encode_on_host if is_host else _encode_on_device
-            encode(blocks[chunk], codes[chunk], scales[chunk], dither)
+        encode = _encode_on_host if is_host else _encode_on_device
+        for blocks, codes, scales in self._pieces(values, message):
+            encode(blocks, codes, scales, dither)
 
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> None:
-        blocks = into.view(-1, self.block)
-        codes, scales = self._views(message, len(blocks))
-        for chunk in _chunks(blocks):
-            _decode_blocks(codes[chunk], scales[chunk], blocks[chunk], adds=adds)
+        for blocks, codes, scales in self._pieces(into, message):
+            _decode_blocks(codes, scales, blocks, adds=adds)
 
-    def _views(self, message: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Returns the codes and the scales in `message`.
+    def _pieces(self, values: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields blocks of values, with their codes and scales in `message`, a piece at a time.
 
-        [num_blocks, block] int8 and [num_blocks, 1] float32
+        [..., blocks, block], [..., blocks, block] int8 and [..., blocks, 1] float32
         """
         import torch
 
-        numel = num_blocks * self.block
-        codes = message[:numel].view(torch.int8).view(-1, self.block)
-        return codes, message[numel:].view(torch.float32).view(-1, 1)
+        numel = values.shape[-1]
+        if values.dim() > 1 and numel > chunk_numel(values):
+            for row, row_message in zip(values, message, strict=True):
+                yield from self._pieces(row, row_message)
+            return
+        rows = values.shape[:-1]
+        blocks = values.view(*rows, -1, self.block)
+        codes = message[..., :numel].view(torch.int8).view(*rows, -1, self.block)
+        scales = message[..., numel:].view(torch.float32).unsqueeze(-1)
+        for chunk in _chunks(blocks):
+            yield blocks[chunk], codes[chunk], scales[chunk]
 
 
 def _encode_on_device(blocks: Tensor, codes: Tensor, scales: Tensor, dither: Tensor | None) -> None:
     """Encodes all blocks as rare ones, because only the host could tell which are."""
-    wide = _scratch(blocks)
+    wide = scratch(blocks)
     _encode_any(blocks, _largest_of(blocks, wide), codes, scales, dither)
 
 
 def _largest_of(blocks: Tensor, wide: Tensor) -> Tensor:
     """Returns the largest absolute value of each block, and overwrites `wide`.
 
-    [blocks, 1] float32
+    [..., blocks, 1] float32
     """
     import torch
 
     torch.abs(blocks, out=wide) if blocks.dtype == wide.dtype else wide.copy_(blocks).abs_()
-    return wide.amax(1, keepdim=True)
+    return wide.amax(-1, keepdim=True)
 
 
 def _encode_on_host(blocks: Tensor, codes: Tensor, scales: Tensor, dither: Tensor | None) -> None:
     import torch
 
-    wide = _scratch(blocks)
+    wide = scratch(blocks)
     largest = _largest_of(blocks, wide)
     low, high = map(float, torch.aminmax(largest))  # NaN if one of them is
     torch.div(largest, _LARGEST_CODE, out=scales)
@@ -220,7 +228,7 @@ def _encode_on_host(blocks: Tensor, codes: Tensor, scales: Tensor, dither: Tenso
     codes.copy_(_rounded(wide, dither))
     if not (low >= _LEAST_USUAL and high <= _LARGEST_FP32):
         are_usual = (largest >= _LEAST_USUAL) & (largest <= _LARGEST_FP32) | (largest == 0)
-        rare = are_usual.logical_not_().flatten().nonzero().flatten()
+        rare = are_usual.logical_not_().squeeze(-1).nonzero(as_tuple=True)
         rare_codes, rare_scales = codes[rare], scales[rare]
         _encode_any(blocks[rare], largest[rare], rare_codes, rare_scales, dither)
         codes[rare], scales[rare] = rare_codes, rare_scales
@@ -241,7 +249,7 @@ def _encode_any(
     scales.add_((scales * _LARGEST_CODE < largest).float() * _LEAST_FP32)
     # Next to an Inf, numbers become zeros, and the Inf itself stays for a while.
     divisors = torch.where(are_finite, scales, _LARGEST_FP32)
-    wide = _rounded(torch.div(blocks, divisors, out=_scratch(blocks)), dither)
+    wide = _rounded(torch.div(blocks, divisors, out=scratch(blocks)), dither)
     # The cast of NaN is not defined on every device.
     codes.copy_(wide.nan_to_num_(nan=0.0, posinf=_LARGEST_CODE, neginf=-_LARGEST_CODE))
     scales.copy_(torch.where(are_finite, scales, math.inf))
@@ -257,7 +265,7 @@ def _rounded(wide: Tensor, dither: Tensor | None) -> Tensor:
 def _decode_blocks(codes: Tensor, scales: Tensor, into: Tensor, *, adds: bool) -> None:
     # Three operators, and no fused one: it may round differently at the end of a vector. Two dtypes
     # in one multiplication take twice as long.
-    wide = into if into.dtype == scales.dtype and not adds else _scratch(into)
+    wide = into if into.dtype == scales.dtype and not adds else scratch(into)
     wide.copy_(codes).mul_(scales)
     if adds:
         into.add_(wide)
@@ -265,24 +273,33 @@ def _decode_blocks(codes: Tensor, scales: Tensor, into: Tensor, *, adds: bool) -
         into.copy_(wide)
 
 
+def chunk_numel(values: Tensor) -> int:
+    """Returns the elements that are encoded or decoded at once."""
+    return _HOST_NUMEL if values.device.type == "cpu" else _DEVICE_NUMEL
+
+
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    numel = _HOST_NUMEL if rows.device.type == "cpu" else _DEVICE_NUMEL
-    step = numel // math.prod(rows.shape[1:])
+    step = max(1, chunk_numel(rows) // max(1, math.prod(rows.shape[1:])))
     return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 _scratches = threading.local()
 
 
-def _scratch(like: Tensor) -> Tensor:
+def scratch(like: Tensor) -> Tensor:
     """Returns fp32 memory of the shape of `like`; the next call in this thread returns the same."""
+    return scratch_of(like.shape, like.device)
+
+
+def scratch_of(shape: Sequence[int], device: device) -> Tensor:
+    """Returns fp32 memory of a shape; the next call in this thread returns the same."""
     import torch
 
-    numel = like.numel()
+    numel = math.prod(shape)
     memory: Tensor | None = getattr(_scratches, "memory", None)
-    if memory is None or memory.numel() < numel or memory.device != like.device:
-        memory = _scratches.memory = torch.empty(numel, device=like.device)
-    return memory[:numel].view(like.shape)
+    if memory is None or memory.numel() < numel or memory.device != device:
+        memory = _scratches.memory = torch.empty(numel, device=device)
+    return memory[:numel].view(*shape)
 
 
 def forget_scratch() -> None:

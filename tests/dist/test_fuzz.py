@@ -197,7 +197,14 @@ def texts(folder: Path, num_cases: int) -> Fuzz:
     return fuzz
 
 
-STATE = {"rank": 0, "step": 3, "doing": "in backward", "waits_for": "bucket 1", "waited_s": 2.5, "stack": ["a.py, line 1"]}
+CALLS = [["bucket 1", [[0, 1, 1]], 3]]
+QUERY = {"number": 0, "asker": 0, "query": 0, "depth": 0, "about": CALLS, "is_about_calls": False}
+TABLE = {
+    "entries": [[3, "bucket 1", "", [[0, 0, 1]], 2.5, 0], [3, "", "in backward\na.py, line 1", [[1, 1, 1]], 0.0, 1]],
+    "calls": [["bucket 1", [], 3, [[0, 0, 1]]]],
+    "lacked": CALLS,
+    "still": [[0, 0, 1]],
+}
 FAULT = {"error": "PeerFailed", "what": "gone", "remedy": "mend", "told": ""}
 MESSAGES: list[dict[str, Any]] = [
     {"kind": "meets", "number": 0},
@@ -206,9 +213,10 @@ MESSAGES: list[dict[str, Any]] = [
     {"kind": "leaves", **FAULT},
     {"kind": "leaves", "number": 0, **FAULT},
     {"kind": "gathers", "number": 0, "count": 1, "step": 3},
-    {"kind": "asks", "number": 0, **STATE},
+    {"kind": "asks", **QUERY},
     {"kind": "stands", "number": 0, "text": "in the optimizer"},
-    {"kind": "does", "number": 0, **STATE},
+    {"kind": "does", **QUERY, **TABLE},
+    {"kind": "answers", **QUERY, **TABLE},
 ]
 
 

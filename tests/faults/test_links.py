@@ -29,12 +29,12 @@ PATIENCE_S = 240.0
 TIMEOUT_S = 3.0
 
 
-def trains(network: Network, here: Path, rank: Rank) -> None:
+def trains(network: Network, here: Path, timeout_s: float, rank: Rank) -> None:
     enter(network.namespaces[rank.number])
     os.environ["GLOO_SOCKET_IFNAME"] = network.interface
     store = dist.FileStore(str(here / "meeting-point"), NUM_RANKS)  # the harness has its own beyond the namespaces
     dist.init_process_group("gloo", store=store, rank=rank.number, world_size=NUM_RANKS)
-    model = DistributedDataParallel(nn.Linear(700, 700), config=SyncConfig(stall_timeout_s=TIMEOUT_S))
+    model = DistributedDataParallel(nn.Linear(700, 700), config=SyncConfig(stall_timeout_s=timeout_s))
     step = 0
     while True:
         model(noise(4, 700, step=step, rank=rank.number)).square().mean().backward()
@@ -51,9 +51,18 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
+    yield from started(tmp_path, TIMEOUT_S)
+
+
+@pytest.fixture
+def patient_job(tmp_path: Path) -> Iterator[Job]:
+    yield from started(tmp_path, PATIENCE_S)
+
+
+def started(tmp_path: Path, timeout_s: float) -> Iterator[Job]:
     paths = [tmp_path / f"rank-{rank}" for rank in range(NUM_RANKS)]
     with shaped_network("1gbit", NUM_RANKS) as network, ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(run_ranks, partial(trains, network, tmp_path), NUM_RANKS, patience_s=PATIENCE_S)
+        ended = thread.submit(run_ranks, partial(trains, network, tmp_path, timeout_s), NUM_RANKS, patience_s=PATIENCE_S)
         try:
             until_s = time.monotonic() + PATIENCE_S
             while not all(path.exists() for path in paths):
@@ -71,14 +80,26 @@ def test_a_cut_link_ends_the_step_on_both_of_its_sides(job: Job, record: Record)
     cut_s = time.monotonic()
     subprocess.run(["ip", "-n", job.network.namespaces[2], "link", "set", "eth0", "down"], check=True)
     for number, rank in enumerate(job.ended.result()):
-        late = (0, 1) if number == 2 else (2,)
         assert rank.kind == "StallTimeout", rank.log
-        head = rf"rank \d has waited \d+ s for .*: rank {', '.join(map(str, late))} has not come\.\n"
+        named = "ranks 0, 1 have" if number == 2 else "rank 2 has"
+        head = rf"rank \d has waited \d+ s for .*: {named} not come\.\n"
         assert re.match(rf"{head}  synchronization \d+, rank {number}\n", rank.text), rank.text
+        silent = "ranks 0, 1: no answer; they are" if number == 2 else "rank 2: no answer; it is"
         assert [line for line in rank.text.split("\n") if "no answer" in line] == [
-            f"  rank {other}: no answer; it is stopped, out of reach, or in a call that keeps Python from running"
-            for other in late
+            f"  {silent} stopped, out of reach, or in a call that keeps Python from running"
         ]
         rank.words["seconds"] = rank.words["at"] - cut_s
         assert rank.seconds < WITHIN_S
         record(f"link cut, beyond stall_timeout_s={TIMEOUT_S}", [rank])
+
+
+def test_a_machine_that_is_out_of_reach_is_named(patient_job: Job, record: Record) -> None:
+    cut_s = time.monotonic()
+    subprocess.run(["ip", "-n", patient_job.network.namespaces[2], "link", "set", "eth0", "down"], check=True)
+    for number, rank in enumerate(patient_job.ended.result()):
+        assert rank.kind == "RankLost", rank.log
+        named = "[01]" if number == 2 else "2"
+        assert re.match(rf"rank {named} is gone: its machine has not answered for 10 s\.\n", rank.text), rank.text
+        rank.words["seconds"] = rank.words["at"] - cut_s
+        assert rank.seconds < 10.0 + WITHIN_S
+        record("its link is down", [rank])

@@ -33,7 +33,7 @@ from undertow.errors import (
 from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.plan import Plan
 from undertow.ranks import faults
-from undertow.ranks.agreement import gather_json
+from undertow.ranks.agreement import Extremes, gather_json
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
@@ -347,17 +347,21 @@ class Checks:
         current_plan, group = self._current_plan, self._current_plan.group
         present = (*current_plan.hooks.named_params, *current_plan.members.common_frozen)
         params = {name: param for name, param in present if has_bits(param)}
-        # The parameters of a rank that shadows the others may differ.
-        mine = torch.tensor(
-            [ended.kind is not RoundKind.SHADOW, self.loads.are_here],
-            dtype=torch.int64,
-            device=group.device,
-        )
         values = fingerprints(local_tensors(params.values()), device=group.device)
-        received = group.all_gather(
-            torch.cat((mine, values)), "the comparison of all ranks' parameters"
+        extremes = Extremes(
+            group,
+            values,
+            "the comparison of all ranks' parameters",
+            # The parameters of a rank that shadows the others may differ.
+            is_counted=ended.kind is not RoundKind.SHADOW,
         )
-        return partial(self._difference, ended.terms.number, list(params), received)
+        return partial(
+            self._difference,
+            ended.terms.number,
+            list(params),
+            extremes,
+            was_loaded=self.loads.are_here,
+        )
 
     def _are_orders_compared(self, number: int) -> bool:
         """Returns True if ranks compare the orders of redistributed gradients after this
@@ -386,25 +390,24 @@ class Checks:
                 raise error
 
     def _difference(
-        self, number: int, names: Sequence[str], received: Handle
+        self, number: int, names: Sequence[str], extremes: Extremes, was_loaded: bool
     ) -> ReplicaMismatch | None:
-        rows, ranks = received.result().tolist(), self._current_plan.group.names
-        of_ranks = {rank: row[2:] for rank, row in zip(ranks, rows, strict=True) if row[0]}
-        differing = [
-            index
-            for index, values in enumerate(zip(*of_ranks.values(), strict=True))
-            if len(set(values)) > 1
-        ]
+        differing = extremes.differing()
         if not differing:
             return None
-        loaded = [str(rank) for rank, row in zip(ranks, rows, strict=True) if row[1]]
+        ranks = self._current_plan.group.names
+        rows = extremes.of_ranks(differing[0], flag=was_loaded)
+        of_ranks = {
+            rank: value for rank, (counts, value, _) in zip(ranks, rows, strict=True) if counts
+        }
+        loaded = [str(rank) for rank, (_, _, is_set) in zip(ranks, rows, strict=True) if is_set]
         after = f", load_state_dict on rank {', '.join(loaded)}" if loaded else ""
         if loaded:  # the error comes again until the parameters are the same
-            self.loads.are_here = bool(rows[self._current_plan.group.rank][1])
+            self.loads.are_here = was_loaded
             self.loads.are_known = True
         return mismatch(
             names[differing[0]],
-            {rank: values[differing[0]] for rank, values in of_ranks.items()},
+            of_ranks,
             where=f"synchronization {number}{after}; {len(differing)} of {len(names)} parameters "
             "differ",
             remedy=_LOADS if loaded else _WRITES,

@@ -13,6 +13,7 @@ from undertow.engine.current_plan import Change, CurrentPlan
 from undertow.engine.params import first_change
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.mesh.local_tensors import local_tensors
+from undertow.ranks.agreement import Extremes
 
 
 def tell_of_change(plans: CurrentPlan, terms: Terms) -> Round:
@@ -84,15 +85,16 @@ def _require_same_values(plans: CurrentPlan, told: Round) -> None:
         return
     group = plans.group
     values = fingerprints(local_tensors(comparable.values()), device=group.device)
-    rows = group.all_gather(values, "the comparison of new parameters").result().tolist()
-    for name, of_ranks in zip(comparable, zip(*rows, strict=True), strict=True):
-        if len(set(of_ranks)) > 1:
-            by_rank = dict(zip(group.names, of_ranks, strict=True))
-            raise mismatch(
-                name,
-                by_rank,
-                where=f"it was added or unfrozen, synchronization {told.terms.number}",
-                remedy="Initialize it with the same seed on every rank; or call "
-                "broadcast_parameters() after adding it and before the forward. Drop the gradients "
-                "of this step by zero_grad().",
-            )
+    extremes = Extremes(group, values, "the comparison of new parameters")
+    differing = extremes.differing()
+    if not differing:
+        return
+    of_ranks = [value for _, value, _ in extremes.of_ranks(differing[0])]
+    raise mismatch(
+        list(comparable)[differing[0]],
+        dict(zip(group.names, of_ranks, strict=True)),
+        where=f"it was added or unfrozen, synchronization {told.terms.number}",
+        remedy="Initialize it with the same seed on every rank; or call "
+        "broadcast_parameters() after adding it and before the forward. Drop the gradients "
+        "of this step by zero_grad().",
+    )

@@ -2,6 +2,8 @@
 
 require_agreement                     settings, parameters and buffers: raises where ranks differ
 gather_json, gather_bytes             a full message of each rank
+json_of                               a full message of one rank
+Extremes                              numbers that must be equal: the largest and the least of each
 CommonBuffers, synchronize_buffers    buffers, before a forward
 broadcast_in_place                    parameters
 """
@@ -16,6 +18,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import ConfigError, PlanMismatch
@@ -72,6 +75,59 @@ def gather_bytes(
     return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
 
+def json_of(group: OwnGroup, value: object, *, source: int) -> Any:
+    """Returns the value that rank `source` has; other ranks' values are not sent."""
+    text = json.dumps(value, sort_keys=True).encode() if group.rank == source else b""
+    size = torch.tensor(len(text), device=group.device)
+    num_bytes = int(group.broadcast(size, _COMPARISON, source=source).result())
+    sent = torch.frombuffer(bytearray(text.ljust(num_bytes)), dtype=torch.uint8).to(group.device)
+    return json.loads(bytes(group.broadcast(sent, _COMPARISON, source=source).result().tolist()))
+
+
+class Extremes:
+    """The largest and the least of all ranks' values of each number.
+
+    Two numbers for each are sent, however many ranks there are. A rank with `is_counted=False` has
+    no say.
+    """
+
+    def __init__(
+        self, group: OwnGroup, values: Tensor, name: str, *, is_counted: bool = True
+    ) -> None:
+        """Starts to compare; a collective call. Reports call the wait for it `name`.
+
+        values: [numbers] int64
+        """
+        self.values, self.is_counted = values, is_counted
+        self._group, self._name = group, name
+        # The complement of the least one is the largest complement.
+        both = torch.cat((values.new_ones(1), values, ~values))
+        if not is_counted:
+            both.fill_(torch.iinfo(torch.int64).min)
+        self._both = both
+        self._handle = group.all_reduce(both, name, dist.ReduceOp.MAX)
+
+    def differing(self) -> list[int]:
+        """Waits, and returns the numbers that are not the same on all ranks, which get equal
+        answers."""
+        self._handle.wait()
+        if self._both[0] != 1:  # no rank counts
+            return []
+        numel = len(self.values)
+        largest, complements = self._both[1 : 1 + numel], self._both[1 + numel :]
+        return [int(index) for index in (largest != ~complements).nonzero().flatten().tolist()]
+
+    def of_ranks(self, index: int, *, flag: bool = False) -> list[tuple[bool, int, bool]]:
+        """Returns if each rank counts, its value of one number, and its flag, in rank order.
+
+        A collective call, of ranks that know that the number differs.
+        """
+        mine = self.values.new_tensor([self.is_counted, 0, flag])
+        mine[1] = self.values[index]
+        rows = self._group.all_gather(mine, self._name).result().tolist()
+        return [(bool(counts), value, bool(is_set)) for counts, value, is_set in rows]
+
+
 def surroundings(group: OwnGroup) -> dict[str, Any]:
     """Returns what must match on every rank besides parameters and settings."""
     return {
@@ -113,7 +169,8 @@ def require_agreement(
     unlike = next((pair for pair in pairs if digests[pair[0]] != digests[pair[1]]), None)
     if unlike is None:
         return
-    described = gather_json(everyone, mine)
+    # Of two ranks only: of thousands, the descriptions would not fit in memory.
+    described = {rank: json_of(everyone, mine, source=rank) for rank in unlike}
     what, difference = _first_difference(*(described[rank] for rank in unlike), ranks=unlike)
     ranks = [
         f"rank {rank}: {len(described[rank]['params'])} parameters, fingerprint {digests[rank][:4]}"

@@ -12,7 +12,7 @@ Reasons: docs/design/exchanges.md.
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -23,6 +23,9 @@ from undertow.plan.layout import round_up
 from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.parcels import ALIGN_BYTES, Parcel, sum_in_order
 from undertow.ranks.transport import OwnGroup
+
+_MOST_SENT_WHOLE = 1 << 14  # bytes of a tensor that a rank sends whole to all others, in all
+_LEAST_PART = 8  # elements of a sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Arriving:
     messages: Sequence[Tensor]
     works: list[Work]
     held: list[Tensor]  # memory to give back when the messages have been read
+    parts: Sequence[Tensor] = ()  # of a tensor, if ranks sum up a part each
+    sums: list[Work] = field(default_factory=list)  # receives of these sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,22 @@ class Gathering:
     flat: Tensor | None = None  # all messages, if they lie side by side
     sizes: Sequence[int] = ()  # their elements there
     group: dist.ProcessGroup | None = None  # held until the messages have arrived
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory for messages, which is given back together."""
+
+    carrier: "Carrier"
+    taken: list[Tensor] = field(default_factory=list)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = self.carrier.take(numel, dtype)
+        self.taken.append(tensor)
+        return tensor
+
+    def give_back(self) -> None:
+        self.carrier.give_back(self.taken)
 
 
 class PostedMessages:
@@ -115,32 +136,67 @@ class PostedMessages:
         `tag` identifies the messages among those in flight.
         """
         group, own = self.group.process_group, messages[self.group.rank]
-        received = [own] * len(messages)
-        for peer in self.group.peers:
-            received[peer] = self.take(own.numel(), own.dtype)
+        # Side by side, so that they are decoded at once.
+        stride = round_up(own.numel(), ALIGN_BYTES)
+        memory = self.take((len(messages) - 1) * stride, own.dtype)
+        rows = memory.view(len(messages) - 1, stride)
+        received = list(rows[:, : own.numel()].unbind())
+        received.insert(self.group.rank, own)
         works = self.group.receive(received, tag, group)
         works += self.group.send(messages, tag, group)
-        return Arriving(received, works, [received[peer] for peer in self.group.peers])
+        return Arriving(received, works, [memory])
 
     def scatter(self, storage: Tensor, own: Tensor, parcel: Parcel, tag: int) -> Arriving:
         """Sends each rank its part of `storage`, and receives the summands of this rank's part.
 
         A backend that adds up itself may write their sum into `own`.
         """
-        messages = parcel.messages(storage, self.take)
+        room = Room(self)
+        messages = parcel.messages(storage, room.take)
         arriving = self.exchange(messages, tag)
-        if parcel.is_narrow:
-            arriving.held.extend(messages)
+        arriving.held.extend(room.taken)
         return arriving
 
-    def start_sum(self, tensor: Tensor, tag: int) -> Arriving:
-        """Starts to replace a tensor by its sum over ranks."""
-        return self.exchange([tensor] * self.group.num_ranks, tag)
+    def start_sum(self, tensor: Tensor, tag: int, *, is_whole: bool = False) -> Arriving:
+        """Starts to replace a tensor by its sum over ranks.
+
+        Few ranks send each other the whole tensor, so that its sum is there after one wait. Many
+        send each other a part, and the owner of a part sends its sum, after a second wait:
+        `expect_sum` and `share_sum`. With `is_whole` the tensor is always sent whole.
+        """
+        num_ranks, num_bytes = self.group.num_ranks, tensor.numel() * tensor.itemsize
+        if is_whole or num_ranks * num_bytes <= _MOST_SENT_WHOLE:
+            return self.exchange([tensor] * num_ranks, tag)
+        parts = _spread(tensor, num_ranks, first=tag)
+        return replace(self.exchange(parts, tag), parts=parts)
+
+    def expect_sum(self, arriving: Arriving, tag: int) -> None:
+        """Prepares to receive a sum from the owners of its parts.
+
+        Called after all receives on which a rank's part of the sum depends, because an emulated
+        link receives in order. An owner sends the sum of a part after it has received the part, so
+        its memory is free by then.
+        """
+        if arriving.parts:
+            group = self.group.process_group
+            arriving.sums.extend(self.group.receive(arriving.parts, tag, group))
+
+    def share_sum(self, arriving: Arriving, tag: int) -> list[Work]:
+        """Sends this rank's part of a sum, when its works are complete; returns the works until
+        `finish_sum`."""
+        if not arriving.parts:
+            return []
+        own = arriving.parts[self.group.rank]
+        own.copy_(sum_in_order(arriving.messages, into=torch.empty_like(own)))
+        self.give_back(arriving.held)
+        sent = [own] * self.group.num_ranks
+        return [*arriving.sums, *self.group.send(sent, tag, self.group.process_group)]
 
     def finish_sum(self, tensor: Tensor, arriving: Arriving) -> None:
-        """Completes the sum when its works are complete."""
-        tensor.copy_(sum_in_order(arriving.messages, into=torch.empty_like(tensor)))
-        self.give_back(arriving.held)
+        """Completes the sum when all its works are complete."""
+        if not arriving.parts:
+            tensor.copy_(sum_in_order(arriving.messages, into=torch.empty_like(tensor)))
+            self.give_back(arriving.held)
 
     def prepare(
         self,
@@ -155,8 +211,13 @@ class PostedMessages:
         A peer's message may be received into memory that this rank sends to it: it answers only
         after it has received that.
         """
-        taken = [] if into is not None else [self.take(size, dtype) for size in sizes]
-        messages = taken if into is None else into
+        taken = list[Tensor]()
+        messages = into
+        if messages is None:
+            rooms = _rooms(sizes)
+            taken = [self.take(sum(rooms), dtype)]
+            places = torch.split(taken[0], rooms)
+            messages = [place[:size] for place, size in zip(places, sizes, strict=True)]
         return Gathering(messages[self.group.rank], messages, held=taken, group=over)
 
     def prepare_parts(
@@ -274,8 +335,15 @@ class BackendCollectives:
         work = self.group.scatter_sum(part, values)
         return Arriving([part], [work], [part, values])
 
-    def start_sum(self, tensor: Tensor, tag: int) -> Arriving:
+    def start_sum(self, tensor: Tensor, tag: int, *, is_whole: bool = False) -> Arriving:
         return Arriving([], list(self.group.all_reduce_async(tensor).works), [])
+
+    def expect_sum(self, arriving: Arriving, tag: int) -> None:
+        """Does nothing: the backend receives the sum."""
+
+    def share_sum(self, arriving: Arriving, tag: int) -> list[Work]:
+        """Does nothing: the backend sends the sum."""
+        return []
 
     def finish_sum(self, tensor: Tensor, arriving: Arriving) -> None:
         """Does nothing: the backend has written the sum."""
@@ -331,6 +399,19 @@ class BackendCollectives:
 
 
 Carrier = PostedMessages | BackendCollectives
+
+
+def _spread(tensor: Tensor, num_ranks: int, *, first: int) -> list[Tensor]:
+    """Returns a part of a tensor for each rank, empty for most ranks if there are many.
+
+    `first` is a number, the same on all ranks, that chooses which ranks have a part.
+    """
+    size = max(_LEAST_PART, -(-tensor.numel() // num_ranks))
+    parts = list(torch.split(tensor, size))
+    # Consecutive exchanges have other ranks: their tags differ by four.
+    turn = first // 4 * len(parts) % num_ranks
+    parts += [tensor[:0]] * (num_ranks - len(parts))
+    return parts[-turn:] + parts[:-turn] if turn else parts
 
 
 def _wait_for(works: Sequence[Work]) -> None:

@@ -7,6 +7,7 @@ Reasons: docs/design/lost-ranks.md.
 """
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -21,15 +22,19 @@ _READ = 1 << 18
 # reserved for documents: the route to them is the default one
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
-# Firewalls forget connections that say nothing for minutes, so the kernel says something, also
-# while Python does not run. It ends a connection whose other machine has not answered for half an
-# hour.
+# The kernel sends heartbeats, because it does so while Python does not run, and answers those of a
+# process that is paused: only a machine that is out of reach is silent. A message of a process each
+# second would fill the memory of a paused one, which looks like a silent machine.
+SILENCE_S = 10
 _OPTIONS = {
     "TCP_NODELAY": 1,
-    "TCP_KEEPIDLE": 15,
-    "TCP_KEEPINTVL": 15,
-    "TCP_USER_TIMEOUT": 1_800_000,
+    "TCP_KEEPIDLE": 4,
+    "TCP_KEEPINTVL": 2,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 1000 * SILENCE_S,  # of data that is not acknowledged
 }
+# Errors of a connection whose other machine does not answer.
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Connection:
@@ -44,6 +49,7 @@ class Connection:
         self._sending = threading.Lock()  # never waited for
         self._unsent = bytearray()
         self._received = b""
+        self.is_silent = False  # it has ended because the other machine does not answer
         link.setblocking(False)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         with contextlib.suppress(OSError):  # one between two threads is not TCP
@@ -82,7 +88,8 @@ class Connection:
                 del self._unsent[: self._link.send(self._unsent[:_READ])]
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            self.is_silent = self.is_silent or error.errno in _SILENT  # reading finds no error then
             self._unsent.clear()
         finally:
             self._sending.release()
@@ -104,7 +111,8 @@ class Connection:
             data = self._link.recv(_READ)
         except BlockingIOError:
             return [], True
-        except OSError:
+        except OSError as error:
+            self.is_silent = self.is_silent or error.errno in _SILENT
             data = b""
         *messages, self._received = (self._received + data).split(b"\n")
         return messages, bool(data)

@@ -20,7 +20,7 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.plan.layout import equal_parts
-from undertow.ranks.carriers import BackendCollectives, Carrier, PostedMessages, Wait
+from undertow.ranks.carriers import BackendCollectives, Carrier, PostedMessages, Room, Wait
 from undertow.ranks.handle import Handle, Task
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
@@ -36,7 +36,8 @@ class Exchanges:
         self.group = carrier.group
         self.carrier = carrier
         self._divisor = divisor
-        # An exchange sends messages of up to three kinds: parts, their means, and the trailer.
+        # An exchange sends messages of up to four kinds: parts and their means, and the same of
+        # the trailer.
         self._tags = cycle(range(0, 4 * _NUM_EXCHANGES, 4))
 
     def reduce_scatter(
@@ -67,13 +68,21 @@ class Exchanges:
             # Separate messages: combining the two would halve their number but require adjacent
             # memory.
             flags = carrier.start_sum(trailer, tag + 2)
+            carrier.expect_sum(flags, tag + 3)
 
-            def add_up() -> None:
+            def add_up() -> Wait | None:
+                shared = carrier.share_sum(flags, tag + 3)
                 parcel.add_up(summands.messages, rank, into=own)
                 carrier.give_back(summands.held)
                 if self._divisor != 1:
                     own.div_(self._divisor)
                 shard[num_own:].zero_()
+                if shared:
+                    return Wait(shared, finish)
+                finish()
+                return None
+
+            def finish() -> None:
                 carrier.finish_sum(trailer, flags)
 
             return Wait([*summands.works, *flags.works], add_up)
@@ -102,7 +111,9 @@ class Exchanges:
         def post() -> Wait:
             if trailer is None or is_alike is None or not carrier.reads_trailers:
                 return self._mean(tensor, tensor, whole, self._divisor, tag, trailer)
-            flags = carrier.start_sum(trailer, tag + 2)
+            # One wait: threads that wait one after another may wait for each other in a circle if
+            # a message depends on more than the waits of two stages.
+            flags = carrier.start_sum(trailer, tag + 2, is_whole=True)
 
             def continue_if_alike() -> Wait | None:
                 carrier.finish_sum(trailer, flags)
@@ -135,6 +146,7 @@ class Exchanges:
             values = tensor if parcel.is_narrow else tensor.to(trailer.dtype)
             if not is_summed_there:
                 return self._mean(values, tensor, parcel, divisor, tag, trailer)
+            # The backend adds up both, with one wait.
             flags, total = carrier.start_sum(trailer, tag + 2), carrier.start_sum(values, tag)
 
             def take_over() -> None:
@@ -157,7 +169,8 @@ class Exchanges:
     ) -> Wait:
         """Sends each rank its part of `values`, whose means come back to `into`."""
         carrier, rank = self.carrier, self.group.rank
-        messages = parcel.messages(values, carrier.take)
+        room = Room(carrier)
+        messages = parcel.messages(values, room.take)
         sizes = [message.numel() for message in messages]
         # Before the exchange: the side stream waits for it, and so for the stream that makes this
         # memory. A peer returns the mean of a part only after it has received the part, so the
@@ -166,6 +179,11 @@ class Exchanges:
         flags = None if trailer is None else carrier.start_sum(trailer, tag + 2)
         summands = carrier.exchange(messages, tag)
         carrier.receive(means, tag + 1)  # after these: an emulated link receives in order
+        if flags is not None:
+            carrier.expect_sum(flags, tag + 3)
+        # A sum of parts needs the messages of the first wait, and any other one those of the last.
+        of_flags = [] if flags is None else flags.works
+        first, last = (of_flags, []) if flags is not None and flags.parts else ([], of_flags)
 
         def add_up() -> Wait:
             total = carrier.take(len(parcel.parts[rank]), accumulation_dtype(into.dtype))
@@ -174,18 +192,17 @@ class Exchanges:
             parcel.write(total.div_(divisor), rank, means.own[: sizes[rank]])
             carrier.give_back([total])
             carrier.send_to_all(means, tag + 1)
-            works = means.works if flags is None else [*flags.works, *means.works]
-            return Wait(works, open_means)
+            shared = [] if flags is None else carrier.share_sum(flags, tag + 3)
+            return Wait([*last, *shared, *means.works], open_means)
 
         def open_means() -> None:
             if trailer is not None and flags is not None:
                 carrier.finish_sum(trailer, flags)
             parcel.open(means.messages, into)
             carrier.give_back(means.held)
-            if parcel.is_narrow:
-                carrier.give_back(messages)
+            room.give_back()
 
-        return Wait(summands.works, add_up, is_last=False)
+        return Wait([*first, *summands.works], add_up, is_last=False)
 
     def all_gather(
         self, flat: Tensor, parts: Sequence[range], *, number: int, then: Task | None = None

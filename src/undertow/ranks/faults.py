@@ -8,11 +8,11 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cache
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -25,18 +25,25 @@ from undertow.errors import (
     UndertowError,
 )
 from undertow.foreign import printable_lines
+from undertow.ranks.answers import (
+    ALL_WAIT,
+    ALL_WAIT_FOR_IT,
+    MAX_TEXT,
+    Answer,
+    Call,
+    Ranks,
+    Run,
+    named,
+)
 
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
-_ALL_WAIT = "all ranks wait, for different things"
-_ALL_WAIT_FOR_IT = "all ranks wait for it"
 _LEFT = "has left"
 _EVERY_RANK = "every rank must call"  # in the name of a wait
 _SAME_CALLS = (
     "Move the call out of `if rank == 0`; to save on one rank, every rank calls "
     "consolidate_state_dict() before."
 )
-_MAX_TEXT = 2000  # most characters of an error that are sent
 _KINDS = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
 # Parts of a file's path, and the activity of a thread that runs its code.
 _ACTIVITIES = {
@@ -82,26 +89,6 @@ class Fault:
         }
 
 
-class Call(NamedTuple):
-    """A collective call that a rank has made: the `number`-th with this name by these ranks."""
-
-    name: str
-    ranks: tuple[int, ...]  # of the model's ranks; empty if all of them make it
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A rank's own report of its activity, to ranks that have waited for long."""
-
-    waits_for: str  # the name of its wait; empty if it does not wait
-    waited_s: float
-    text: str  # its activity, in one line or several
-    since_s: float = 0.0  # when the wait began, by the clock of that rank
-    calls: Sequence[Call] = ()  # its last one over each group
-    lacks: Sequence[Call] = ()  # those that it was asked about and has not made
-
-
 @dataclass(slots=True)
 class Activity:
     """The training of one model in this process. The training thread writes its part.
@@ -135,36 +122,36 @@ class Activity:
     def answer(self, rank: int, about: Sequence[Call] = ()) -> Answer:
         """Returns what this rank does, and which of the calls in `about` it has not made."""
         step, has_begun = self.steps()
-        head = f"rank {rank}: synchronization {step}, "
         waits_for, since_s = self.wait
         if waits_for:
             return Answer(
+                step,
                 waits_for,
-                time.monotonic() - since_s,
-                f"{head}waits for {waits_for}",
-                since_s,
-                self._calls(),
-                self._lacks(rank, about),
+                waited_s=time.monotonic() - since_s,
+                since_s=since_s,
+                calls=self._calls(),
+                lacks=self._lacks(rank, about),
             )
         frames = frames_of(self.thread)
         doing = activity(frames, self._names())
         if not has_begun:
             since = f"since synchronization {step}" if step else "yet"
             doing += f", no training forward {since} (if its data has ended: finish())"
-        return Answer("", 0.0, "\n    ".join((head + doing, *stack_lines(frames))))
+        return Answer(step, "", "\n".join((doing, *stack_lines(frames))))
 
     def _calls(self) -> list[Call]:
         return [
-            Call(name, ranks, self.num_calls[name, ranks])
+            Call(name, _runs(ranks), self.num_calls[name, ranks])
             for ranks, name in list(self.last_calls.items())
         ]
 
     def _lacks(self, rank: int, about: Sequence[Call]) -> list[Call]:
+        counted = list(self.num_calls.items())  # the training thread may add to them
+        made = {(name, _runs(ranks)): number for (name, ranks), number in counted}
         return [
             call
             for call in about
-            if (rank in call.ranks or not call.ranks)
-            and self.num_calls[call.name, call.ranks] < call.number
+            if call.is_of(rank) and made.get((call.name, call.ranks), 0) < call.number
         ]
 
     def _names(self) -> dict[int, str]:
@@ -176,13 +163,18 @@ class Activity:
         return {}
 
 
+@cache
+def _runs(ranks: tuple[int, ...]) -> tuple[Run, ...]:
+    return tuple(Ranks.of(ranks).runs)
+
+
 def failed(rank: int, error: BaseException) -> Fault:
     """A rank has ended with an exception, or is about to."""
     # Without the page, which this rank's error names.
     text = (
         "".join(traceback.format_exception_only(error))
         .strip()
-        .partition(f"\n{READ_MORE}")[0][:_MAX_TEXT]
+        .partition(f"\n{READ_MORE}")[0][:MAX_TEXT]
     )
     return Fault(
         PeerFailed,
@@ -197,6 +189,16 @@ def lost(rank: int) -> Fault:
         f"rank {rank} is gone: its process exited or was killed without reporting an error.",
         "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), "
         "and start from a checkpoint.",
+    )
+
+
+def silent(rank: int, silence_s: float) -> Fault:
+    """The machine of a rank does not answer the kernel of this one, which a paused process does."""
+    return Fault(
+        RankLost,
+        f"rank {rank} is gone: its machine has not answered for {silence_s:.0f} s.",
+        "The step is incomplete on every rank. Find out if the machine or its network is down, and "
+        "start from a checkpoint.",
     )
 
 
@@ -220,12 +222,12 @@ def stalled(text: str) -> Fault:
         "Find out why the late ranks are late, or set stall_timeout_s higher if such waits are "
         "expected."
     )
-    if _ALL_WAIT_FOR_IT in first:
+    if ALL_WAIT_FOR_IT in first:
         remedy = (
             "Find out why the network is slow or interrupted, or set stall_timeout_s higher if "
             "such waits are expected."
         )
-    if _ALL_WAIT in first:
+    if ALL_WAIT in first:
         remedy = (
             "Make the same calls on every rank, in the same order: look for one under "
             "`if rank == 0` or in a branch that only some ranks take."
@@ -251,8 +253,8 @@ def never_came(ranks: Sequence[int], waited_s: float) -> Fault:
     """Some ranks have not created the wrapper or the optimizer that others wait for."""
     return Fault(
         StallTimeout,
-        f"rank {', '.join(map(str, ranks))} has made no such wrapper or ShardedOptimizer within "
-        f"{waited_s:.0f} s, and other ranks wait for it.",
+        f"{named(ranks)} {'have' if len(ranks) > 1 else 'has'} made no such wrapper or "
+        f"ShardedOptimizer within {waited_s:.0f} s, and other ranks wait for it.",
         "Make it on every rank of the group, by the same class: `undertow run` starts all ranks. "
         "If that takes longer, set stall_timeout_s and the process group's timeout higher.",
     )
@@ -265,67 +267,6 @@ def raised() -> BaseException | None:
     if isinstance(error, SystemExit):
         return error.__context__ if error.code else None
     return error
-
-
-def late_ranks(answers: Mapping[int, Answer], *, num_ranks: int) -> set[int]:
-    """Returns the ranks that do not wait, or do not answer."""
-    return {rank for rank in range(num_ranks) if rank not in answers or not answers[rank].waits_for}
-
-
-def are_in_deadlock(
-    before: Mapping[int, Answer], answers: Mapping[int, Answer], *, num_ranks: int
-) -> bool:
-    """Returns True if no rank can continue: each waits, and has made a call that another one of its
-    ranks has not made. `before` are the answers of an earlier query.
-
-    Ranks that run the same program make their calls in the same order, however slow they are. Then
-    the last call of the rank that is furthest behind has been made by all, so this is never True.
-    It is True only if ranks have taken different ways, and have been in the same waits during both
-    queries. A wait that ends in between, late or not, is progress.
-    """
-    lacked = set(chain.from_iterable(answer.lacks for answer in answers.values()))
-    for rank in range(num_ranks):
-        first, second = before.get(rank), answers.get(rank)
-        if first is None or second is None or not second.waits_for:
-            return False
-        if (first.since_s, first.calls) != (second.since_s, second.calls):
-            return False
-        if lacked.isdisjoint(second.calls):
-            return False
-    return True
-
-
-def stall_text(answers: Mapping[int, Answer], gone: Mapping[int, str], *, num_ranks: int) -> str:
-    """Describes each rank's wait or activity, if one waits.
-
-    Ranks with the same answers produce the same text.
-    """
-    late = late_ranks(answers, num_ranks=num_ranks)
-    waiting = set(range(num_ranks)) - late
-    if not waiting:
-        return ""
-    first = max(waiting, key=lambda rank: answers[rank].waited_s)
-    late = late - gone.keys() or late
-    if late:
-        named = f"rank {', '.join(map(str, sorted(late)))} has not come"
-    else:
-        waits = {answer.waits_for for answer in answers.values()}
-        named = _ALL_WAIT if len(waits) > 1 else _ALL_WAIT_FOR_IT
-    lines = [
-        f"rank {first} has waited {answers[first].waited_s:.0f} s for "
-        f"{answers[first].waits_for}: {named}."
-    ]
-    for rank in range(num_ranks):
-        if rank in gone:
-            lines.append(gone[rank])
-        elif rank in answers:
-            lines.append(answers[rank].text)
-        else:
-            lines.append(
-                f"rank {rank}: no answer; it is stopped, out of reach, or in a call "
-                "that keeps Python from running"
-            )
-    return "\n  ".join(lines)
 
 
 def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
@@ -366,25 +307,6 @@ def fault_from(message: Mapping[str, Any]) -> Fault:
     """Parses a fault that another rank detected; raises KeyError if it is malformed."""
     return Fault(
         _KINDS[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"])
-    )
-
-
-def answer_from(message: Mapping[str, Any]) -> Answer:
-    """Parses another rank's answer; raises ValueError, TypeError or KeyError if it is malformed."""
-    return Answer(
-        str(message["waits_for"])[:_MAX_TEXT],
-        float(message["waited_s"]),
-        str(message["text"])[: 2 * _MAX_TEXT],
-        float(message["since_s"]),
-        calls_from(message["calls"]),
-        calls_from(message["lacks"]),
-    )
-
-
-def calls_from(values: Iterable[Any]) -> tuple[Call, ...]:
-    """Parses calls of another rank; raises ValueError or TypeError if they are malformed."""
-    return tuple(
-        Call(str(name), tuple(map(int, ranks)), int(number)) for name, ranks, number in values
     )
 
 

@@ -11,6 +11,7 @@ Reasons: docs/design/lost-ranks.md.
 
 import contextlib
 import logging
+import math
 import multiprocessing.util
 import os
 import selectors
@@ -220,13 +221,17 @@ class Guard:
                     # Another thread has closed it, or one before it whose number it has.
                     with contextlib.suppress(ValueError, KeyError):
                         selector.register(neighbor, events, (ring, neighbor))
-            ready = selector.select(patience.LOOK_S)
+            due_s = min((ring.due_s for ring, _ in list(self._rings.values())), default=math.inf)
+            until_due_s = max(0.0, due_s - time.monotonic())
+            ready = selector.select(min(patience.LOOK_S, until_due_s))
         for key, _ in ready:
             ring, neighbor = key.data
             messages, is_connected = neighbor.receive()
             if not is_connected:
                 neighbor.close()
             ring.hear(neighbor, messages, is_connected)
+        for ring, _ in list(self._rings.values()):
+            ring.look()
         for watch in self._watches():
             watch.judge()
 

@@ -89,12 +89,12 @@ def _neighbors(listener: socket.socket, here: Place, meeting: Meeting) -> dict[i
         if not are_two or here.rank == 1:
             handshake.accept(listener)
         until_s = time.monotonic() + patience.CONNECT_S
-        while time.monotonic() < until_s and not meeting.has_failed:
-            if handshake.is_done_within(patience.LOOK_S):
-                return handshake.taken()
-        if not meeting.has_failed:
-            raise handshake.why_not()
-    return {}
+        while not handshake.is_done_within(patience.LOOK_S):
+            if meeting.is_failing():
+                return {}
+            if time.monotonic() > until_s:
+                raise handshake.why_not()
+        return handshake.taken()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,11 @@ meeting_of  context: a meeting of these ranks
 Meeting     the store, which is asked for nothing that waits
 Lateness    how long a rank waits for late ones
 
+One process serves the store to all ranks. So a rank asks for one counter, less often the longer it
+has waited and the more ranks there are. Which ranks are late is found by one rank, when it is
+needed, with few requests. A meeting that is over leaves one counter for each of its places, until
+the next meeting of these ranks is over.
+
 Reasons: docs/design/lost-ranks.md.
 """
 
@@ -12,16 +17,25 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import Store
 
 from undertow.config import SyncConfig
 from undertow.errors import RankLost, UndertowError
 from undertow.ranks import faults, patience
+from undertow.ranks.answers import Ranks
+from undertow.ranks.answers import named as subject
 from undertow.ranks.watch import NullWatch
 from undertow.torch_private import private
+
+# Flags in the counter of a place, whose lower part counts the ranks that have arrived.
+_FAILED = 1 << 40  # a rank that has arrived cannot go on
+_GIVEN_UP = 1 << 50  # subtracted: a rank waits no longer
+_MOST_RUNS = 8  # of late ranks in a key: it stays shorter than 200 bytes
+_RANKS_AS_OFTEN = 16
+_MOST_PAUSE_S = 2.0
 
 
 @contextlib.contextmanager
@@ -36,10 +50,13 @@ def meeting_of(
         store = private.default_store()
         # a list of thousands of ranks is longer than a store's key may be
         name = f"undertow/ring/{private.name_of(ranks)}"
-        key = f"{name}/{store.add(f'{name}/tries/{rank}', 1)}"
+        number = store.add(f"{name}/tries/{rank}", 1)
+        key = f"{name}/{number}"
         lateness = Lateness(store, f"{key}/over", rank, limits, watch, within_s=within_s)
-        lateness.check(())
-        yield Meeting(store, key, rank, len(ranks), lateness)
+        watch.check()
+        meeting = Meeting(store, key, rank, len(ranks), lateness)
+        yield meeting
+        meeting.clear(before=f"{name}/{number - 1}")
     except UndertowError:
         raise
     except RuntimeError as error:  # from the store
@@ -72,32 +89,68 @@ class Lateness:
         self._limit_s = min(limits.stall_timeout_s, within_s)
         self._began_s = time.monotonic()
         self._told_s = 0.0  # how long it had waited at its last report
+        self._num_told = 0
 
-    def check(self, late: Sequence[int]) -> None:
-        """Raises if the ranks that have not arrived do not arrive in time."""
+    def is_due(self) -> bool:
+        """Returns True if `check` has something to say; does not ask the store."""
+        waited_s = time.monotonic() - self._began_s
+        next_s = min(self._limit_s, self._told_s + self._warning_s)
+        return waited_s > next_s or self._watch.fault is not None
+
+    def check(self, late: Iterable[int]) -> None:
+        """Raises if the ranks that have not arrived do not arrive in time.
+
+        `late` asks the store for them when it is used.
+        """
         waited_s = time.monotonic() - self._began_s
         gives_up = waited_s > self._limit_s or self._watch.fault is not None
         if gives_up and not self._store.check([self._over]):
             # tells ranks that arrive later, whose watch may be younger than the fault
-            self._store.set(self._over, json.dumps(list(late) or [self._rank]))
+            runs = Ranks.of(late).runs[:_MOST_RUNS]
+            self._store.set(self._over, json.dumps(runs or [(self._rank, self._rank, 1)]))
         self._watch.check()
         if self._store.check([self._over]):
-            named = json.loads(self._store.get(self._over))
+            named = list(Ranks(json.loads(self._store.get(self._over))))
             raise faults.never_came(named, self._limit_s).error(_where(self._rank))
         if waited_s > self._told_s + self._warning_s:
             self._told_s = waited_s
-            named = ", ".join(map(str, late))
-            faults.tell(
-                f"rank {self._rank} has waited {waited_s:.0f} s for rank {named} to synchronize a "
-                "model."
-            )
+            self._num_told += 1
+            # One rank asks who is late, and tells.
+            if self._store.add(f"{self._over}/{self._num_told}", 1) == 1:
+                faults.tell(
+                    f"rank {self._rank} has waited {waited_s:.0f} s for {subject(late)} to "
+                    "synchronize a model."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """The ranks that have not left a text at a place, found when they are iterated over."""
+
+    store: Store
+    key: str
+    num_ranks: int
+
+    def __iter__(self) -> Iterator[int]:
+        return self._among(range(self.num_ranks))
+
+    def _among(self, ranks: range) -> Iterator[int]:
+        """Asks for all keys at once, and for halves of them if one is missing."""
+        if self.store.check([f"{self.key}/{rank}" for rank in ranks]):
+            return
+        if len(ranks) == 1:
+            yield ranks[0]
+            return
+        middle = len(ranks) // 2
+        yield from self._among(ranks[:middle])
+        yield from self._among(ranks[middle:])
 
 
 def _where(rank: int) -> str:
     return f"the making of a process group, rank {rank}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Meeting:
     """The meeting of one rank with the others, at several places one after another."""
 
@@ -106,34 +159,59 @@ class Meeting:
     rank: int
     num_ranks: int
     lateness: Lateness
+    has_failed: bool = False  # a rank that has arrived has called `fail`
+    _is_failing: bool = False  # this rank has
+    _places: list[str] = field(default_factory=list)  # where this rank has arrived
 
     def arrive(self, place: str, told: str = "") -> None:
         """Leaves the text `told` at a place, and waits until all ranks have arrived there."""
         key = f"{self.key}/{place}"
         self.store.set(f"{key}/{self.rank}", told)
-        num_here = self.store.add(key, 1)
-        pause_s = 0.001
-        look_s = time.monotonic() + patience.PROBE_S
-        while num_here < self.num_ranks:
+        self._places.append(place)
+        num_here = self.store.add(key, 1 + self._is_failing * _FAILED)
+        pause_s, look_s = 0.001, time.monotonic() + patience.PROBE_S
+        most_s = min(_MOST_PAUSE_S, 0.25 * (1 + self.num_ranks / _RANKS_AS_OFTEN))
+        while num_here < 0 or num_here % _FAILED < self.num_ranks:
             time.sleep(pause_s)
-            pause_s = min(0.25, 1.5 * pause_s)
+            pause_s = min(most_s, 1.5 * pause_s)
             num_here = self.store.add(key, 0)
-            if num_here < self.num_ranks and time.monotonic() > look_s:
+            is_here = num_here % _FAILED >= self.num_ranks
+            if num_here < 0 or (time.monotonic() > look_s and not is_here):
                 look_s = time.monotonic() + patience.PROBE_S
-                ranks = range(self.num_ranks)
-                self.lateness.check(
-                    [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
-                )
+                if num_here < 0 or self.lateness.is_due():
+                    self._look(key)
+        self.has_failed = self.has_failed or num_here >= _FAILED
+
+    def _look(self, key: str) -> None:
+        """Raises if the ranks that have not arrived do not arrive in time."""
+        try:
+            self.lateness.check(_Late(self.store, key, self.num_ranks))
+        except Exception:
+            self.store.add(key, -_GIVEN_UP)  # for ranks that arrive later
+            raise
+
+    def clear(self, before: str) -> None:
+        """Deletes this rank's texts, and the counters of the meeting `before`, which all have left.
+
+        Called when all ranks have arrived everywhere.
+        """
+        keys = [f"{self.key}/{place}/{self.rank}" for place in self._places]
+        if self.rank == 0:
+            keys += [f"{before}/{name}" for name in ("at", "through", "group", "over", "why")]
+        with contextlib.suppress(RuntimeError):  # some stores cannot
+            for key in keys:
+                self.store.delete_key(key)
 
     def told_by(self, rank: int, place: str) -> str:
         """Returns the text that a rank has left at a place where all have arrived."""
         return str(self.store.get(f"{self.key}/{place}/{rank}").decode())
 
-    @property
-    def has_failed(self) -> bool:
-        return bool(self.store.check([f"{self.key}/why"]))
+    def is_failing(self) -> bool:
+        """Returns True if a rank has called `fail`, also one that has not arrived."""
+        return self.has_failed or bool(self.store.check([f"{self.key}/why"]))
 
     def fail(self, why: str) -> None:
         """Tells all ranks the reason, unless they have one: later ranks fail because of it."""
-        if not self.has_failed:
+        self._is_failing = True
+        if not self.store.check([f"{self.key}/why"]):
             self.store.set(f"{self.key}/why", why)

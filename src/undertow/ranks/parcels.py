@@ -6,6 +6,9 @@
 
 In full width a message is the part itself, and nothing is copied.
 
+Parts of equal length are encoded, added and decoded as rows of one matrix, so that the time does
+not grow with the number of ranks. A part ends at a block, so these are the bytes of each alone.
+
 Reasons: docs/design/exchanges.md.
 """
 
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from undertow.plan.layout import round_up
 from undertow.ranks.dither import Rounding, Turn
-from undertow.wire import Wire, forget_scratch
+from undertow.wire import Wire, chunk_numel, forget_scratch, scratch_of
 
 ALIGN_BYTES = 16  # of the values in full width, so that any dtype can be viewed there
 
@@ -68,6 +71,28 @@ class FullWidth:
 
 
 @dataclass(frozen=True, slots=True)
+class _Rows:
+    """Adjacent parts of equal length, whose messages are encoded and decoded at once."""
+
+    parts: range
+    start: int  # elements of the bucket, of the first part
+    numel: int  # elements of each
+    num_narrow: int  # of these, in the format
+    num_bytes: int  # of the elements in the format
+    size: int  # bytes of each message
+
+    @property
+    def elements(self) -> slice:
+        """The elements of these parts in the bucket."""
+        return slice(self.start, self.start + len(self.parts) * self.numel)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one message to the next."""
+        return round_up(self.size, ALIGN_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
 class Encoded:
     """Parts whose first elements, [0, narrow_numel) of the bucket, travel in the format `wire`, and
     the others in `dtype`. It has the methods of `FullWidth`.
@@ -85,6 +110,36 @@ class Encoded:
     is_host: bool = True
     own_dither: Tensor | None = field(default=None, compare=False)
     mean_dither: Tensor | None = field(default=None, compare=False)
+    _rows: Sequence[_Rows] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if not self._rows:
+            object.__setattr__(self, "_rows", self._in_rows())
+
+    def _in_rows(self) -> list[_Rows]:
+        """Returns all parts, in as few matrices as possible."""
+        found = list[_Rows]()
+        for index, part in enumerate(self.parts):
+            num_narrow = min(max(self.narrow_numel - part.start, 0), len(part))
+            last = found[-1] if found else None
+            is_next = last is not None and last.elements.stop == part.start
+            if (
+                last is not None
+                and is_next
+                and (last.numel, last.num_narrow)
+                == (
+                    len(part),
+                    num_narrow,
+                )
+            ):
+                found[-1] = replace(last, parts=range(last.parts.start, index + 1))
+                continue
+            num_bytes = self.wire.num_bytes(num_narrow)
+            wide_bytes = (len(part) - num_narrow) * self.dtype.itemsize
+            size = round_up(num_bytes, ALIGN_BYTES) + wide_bytes
+            parts = range(index, index + 1)
+            found.append(_Rows(parts, part.start, len(part), num_narrow, num_bytes, size))
+        return found
 
     def dithered(
         self, turn: Turn, stage: Rounding, *, rank: int, device: torch.device
@@ -112,32 +167,35 @@ class Encoded:
     @property
     def sizes(self) -> list[int]:
         """Bytes of the message of each part."""
-        found = []
-        for index, part in enumerate(self.parts):
-            num_narrow = self._num_narrow(index)
-            wide_bytes = (len(part) - num_narrow) * self.dtype.itemsize
-            found.append(round_up(self.wire.num_bytes(num_narrow), ALIGN_BYTES) + wide_bytes)
-        return found
+        return [rows.size for rows in self._rows for _ in rows.parts]
 
     def messages(self, values: Tensor, room: Room) -> list[Tensor]:
-        found = [room(size, torch.uint8) for size in self.sizes]
+        found = list[Tensor]()
         with self._noted("encode"):
-            for index, part in enumerate(self.parts):
-                own = values[part.start : part.stop]
-                self._encode(own, index, found[index], self.own_dither)
+            for rows in self._rows:
+                num_parts = len(rows.parts)
+                memory = room(num_parts * rows.stride, torch.uint8).view(num_parts, rows.stride)
+                messages = memory[:, : rows.size]
+                own = values[rows.elements].view(num_parts, rows.numel)
+                self._encode(own, rows, messages, self.own_dither)
+                found.extend(messages.unbind())
         return found
 
     def write(self, part: Tensor, index: int, message: Tensor) -> None:
         with self._noted("encode"):
-            self._encode(part, index, message, self.mean_dither)
+            self._encode(part, self._rows_of(index), message, self.mean_dither)
 
-    def _encode(self, part: Tensor, index: int, message: Tensor, dither: Tensor | None) -> None:
-        num_narrow = self._num_narrow(index)
-        num_bytes = self.wire.num_bytes(num_narrow)
+    def _rows_of(self, index: int) -> _Rows:
+        return next(rows for rows in self._rows if index in rows.parts)
+
+    def _encode(self, values: Tensor, rows: _Rows, messages: Tensor, dither: Tensor | None) -> None:
+        """Encodes the values of one part into its message, or of several parts, a row each."""
+        num_narrow, num_bytes = rows.num_narrow, rows.num_bytes
         if num_narrow:
-            self.wire.encode(part[:num_narrow], message[:num_bytes], dither, is_host=self.is_host)
-        if num_narrow < len(part):
-            self._in_full_width(message, num_bytes).copy_(part[num_narrow:])
+            narrow, codes = values[..., :num_narrow], messages[..., :num_bytes]
+            self.wire.encode(narrow, codes, dither, is_host=self.is_host)
+        if num_narrow < rows.numel:
+            self._in_full_width(messages, num_bytes).copy_(values[..., num_narrow:])
 
     def add_up(
         self,
@@ -146,9 +204,25 @@ class Encoded:
         *,
         into: Tensor,
     ) -> None:
+        rows = self._rows_of(index)
+        first, *others = messages
         with self._noted("decode"):
-            for rank, message in enumerate(messages):
-                self._decode(message, index, into, adds=rank > 0)
+            self._decode(first, rows, into, adds=False)
+            for matrix in _matrices(others):
+                self._add_in_order(matrix, rows, into)
+
+    def _add_in_order(self, messages: Tensor, rows: _Rows, into: Tensor) -> None:
+        """Adds the values of several messages of one part, in their order."""
+        step = chunk_numel(into) // max(1, rows.numel)
+        if step < 2 or len(messages) < 2 or rows.num_narrow < rows.numel:
+            for message in messages:
+                self._decode(message, rows, into, adds=True)
+            return
+        for some in torch.split(messages, step):
+            values = scratch_of((len(some), rows.numel), into.device)  # decoding uses none
+            self._decode(some, rows, values, adds=False)
+            for value in values:
+                into.add_(value)
 
     def open(self, messages: Sequence[Tensor], into: Tensor) -> None:
         self._decode_all(messages, into, adds=False)
@@ -159,8 +233,13 @@ class Encoded:
 
     def _decode_all(self, messages: Sequence[Tensor], into: Tensor, *, adds: bool) -> None:
         with self._noted("decode"):
-            for index, part in enumerate(self.parts):
-                self._decode(messages[index], index, into[part.start : part.stop], adds=adds)
+            for rows in self._rows:
+                values = into[rows.elements].view(len(rows.parts), rows.numel)
+                start = 0
+                for matrix in _matrices(messages[rows.parts.start : rows.parts.stop]):
+                    stop = start + len(matrix)
+                    self._decode(matrix, rows, values[start:stop], adds=adds)
+                    start = stop
 
     @contextmanager
     def _noted(self, kind: str) -> Iterator[None]:
@@ -171,23 +250,38 @@ class Encoded:
         if self.is_host:
             self.codings.append((kind, start_s, time.perf_counter()))
 
-    def _decode(self, message: Tensor, index: int, into: Tensor, *, adds: bool) -> None:
-        num_narrow = self._num_narrow(index)
-        num_bytes = self.wire.num_bytes(num_narrow)
+    def _decode(self, messages: Tensor, rows: _Rows, into: Tensor, *, adds: bool) -> None:
+        """Decodes one message into the values of its part, or several, a row each."""
+        num_narrow, num_bytes = rows.num_narrow, rows.num_bytes
         if num_narrow:
-            self.wire.decode(message[:num_bytes], into[:num_narrow], adds=adds)
-        if num_narrow < len(into):
-            wide = self._in_full_width(message, num_bytes)
-            rest = into[num_narrow:]
+            self.wire.decode(messages[..., :num_bytes], into[..., :num_narrow], adds=adds)
+        if num_narrow < rows.numel:
+            wide = self._in_full_width(messages, num_bytes)
+            rest = into[..., num_narrow:]
             rest.add_(wide) if adds else rest.copy_(wide)
 
-    def _num_narrow(self, index: int) -> int:
-        part = self.parts[index]
-        return min(max(self.narrow_numel - part.start, 0), len(part))
+    def _in_full_width(self, messages: Tensor, num_bytes: int) -> Tensor:
+        """Returns the values in full width of messages, which follow `num_bytes` encoded ones."""
+        return messages[..., round_up(num_bytes, ALIGN_BYTES) :].view(self.dtype)
 
-    def _in_full_width(self, message: Tensor, num_bytes: int) -> Tensor:
-        """Returns the values in full width of a message, which follow `num_bytes` encoded ones."""
-        return message[round_up(num_bytes, ALIGN_BYTES) :].view(self.dtype)
+
+def _matrices(messages: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields messages of one length as rows of matrices: of those at equal distances in memory.
+
+    [rows, bytes] uint8
+    """
+    places = [(each.untyped_storage().data_ptr(), int(each.storage_offset())) for each in messages]
+    start = 0
+    while start < len(messages):
+        storage, offset = places[start]
+        numel, stop = messages[start].numel(), start + 1
+        step = round_up(max(1, numel), ALIGN_BYTES)
+        if stop < len(messages) and (places[stop][1] - offset) % ALIGN_BYTES == 0:
+            step = max(step, places[stop][1] - offset)
+        while stop < len(messages) and places[stop] == (storage, offset + (stop - start) * step):
+            stop += 1
+        yield messages[start].as_strided((stop - start, numel), (step, 1))
+        start = stop
 
 
 Parcel: TypeAlias = FullWidth | Encoded

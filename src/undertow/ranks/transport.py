@@ -24,6 +24,7 @@ from undertow.config import SyncConfig
 from undertow.device import device_of
 from undertow.errors import PhaseError
 from undertow.ranks import faults, patience
+from undertow.ranks.descriptors import require_descriptors
 from undertow.ranks.faults import Activity, raised
 from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
 from undertow.ranks.guard import meet, over_users, watch_over
@@ -120,6 +121,8 @@ class OwnGroup:
         if self.num_ranks == 1:
             self._group = weakref.ref(self._clone())
             return
+        if self.backend == "gloo":  # which connects each rank to every other one
+            require_descriptors(self.num_ranks, rank=self.rank)
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
             self.watch = watch_over(ranks, self.rank, self.limits, self.here, within_s=within_s)
@@ -242,12 +245,14 @@ class OwnGroup:
         return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
     def send(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
-        """Starts to send `parts[peer]` to each other rank over the process group."""
-        return [over.send([parts[peer]], peer, tag) for peer in self.peers]
+        """Starts to send `parts[peer]` to each other rank over the process group, unless it is
+        empty."""
+        return [over.send([parts[peer]], peer, tag) for peer in self.peers if parts[peer].numel()]
 
     def receive(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
-        """Starts to receive into `parts[peer]` from each other rank over the process group."""
-        return [over.recv([parts[peer]], peer, tag) for peer in self.peers]
+        """Starts to receive into `parts[peer]` from each other rank over the process group, unless
+        it is empty."""
+        return [over.recv([parts[peer]], peer, tag) for peer in self.peers if parts[peer].numel()]
 
     def complete(self, work: Work) -> None:
         """Waits for `work`; on a device, makes the current stream wait.

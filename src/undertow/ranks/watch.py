@@ -17,18 +17,18 @@ ranks, 500 hops of a fraction of a millisecond.
 A message is a JSON object with its `kind`, the rank that says it (`from`), and, if it is about one
 model, the `number` of the model. It goes both ways round, up to the rank that has said it. A rank
 forwards a message to its other neighbor before it acts on it, because the message may end it.
-Receiving a message twice changes nothing.
+Receiving a message twice changes nothing. A rank that knows a fault of the model forwards no other
+one: its neighbors know one too.
 
     kind     from whom, when                                  a rank that receives it
     fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
     leaves   a rank that closes a model, or ends              fails if it waits for that rank
-    asks     a rank that has waited for long                  says `does`, and reports all answers
-    does     a rank that was asked, with its activity         keeps it for the report
+    answers  a rank that has waited for long, of all ranks    reports them: `inquiry` gathers them
     tells    a rank that calls `ask`, with its text           keeps it for its own `ask`
 
-If all ranks answer that they wait, the same rank asks again, `about` the collective calls that they
-have made. If each has made one that another one lacks, and no wait has ended in between, the ranks
-are in a deadlock, and it fails (`faults.are_in_deadlock`).
+If all ranks answer that they wait, one asks again, `about` the collective calls that they have
+made. If each has made one that another one lacks, and no wait has ended in between, the ranks are
+in a deadlock, and it fails (`Answers.are_in_deadlock`).
 
 Ranks send nothing unless one waits for long. A fault is latched before groups are interrupted, so
 that a thread whose collective breaks finds the reason.
@@ -49,7 +49,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from reprlib import repr as brief
 from typing import Any, Protocol
 
@@ -57,8 +56,10 @@ from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
 from undertow.foreign import parsed_json
 from undertow.ranks import faults, patience
-from undertow.ranks.connections import Connection
-from undertow.ranks.faults import Activity, Answer, Call, Fault
+from undertow.ranks.answers import Answer, Call
+from undertow.ranks.connections import SILENCE_S, Connection
+from undertow.ranks.faults import Activity, Fault
+from undertow.ranks.inquiry import DIRECTED, Inquiry
 from undertow.ranks.threads import WorkerThread
 
 Message = dict[str, Any]
@@ -139,6 +140,7 @@ class Ring:
         # ranks whose process has ended without an error that is fatal to the others
         self.left: dict[int, Fault] = {}
         self._num_watches = 0  # models that this rank has created
+        self._inquiries: dict[int, Inquiry] = {}  # by model; also of models that this rank lacks
 
     def join(self, limits: SyncConfig, here: Activity | None = None) -> Watch:
         """Registers a new model of these ranks; each of them calls it, in the same order."""
@@ -155,11 +157,41 @@ class Ring:
     def say_failed(self, error: BaseException) -> None:
         self.say("fails", **faults.failed(self.rank, error).content())
 
+    def say_to(self, neighbor: Connection, kind: str, **content: Any) -> None:
+        """Sends a message to one neighbor."""
+        neighbor.send(json.dumps({"kind": kind, "from": self.rank, **content}).encode())
+
+    def inquiry(self, number: int) -> Inquiry:
+        """Returns the queries about a model."""
+        return self._inquiries.setdefault(number, Inquiry(self, number))
+
+    def answer(self, number: int, about: Sequence[Call]) -> tuple[Answer, bool] | None:
+        """Returns the answer of this rank's watch over a model, if it has that model."""
+        watch = self.watches.get(number)
+        return None if watch is None else watch.answer(about)
+
+    def look(self) -> None:
+        """Answers queries whose time is over."""
+        with self.condition:
+            for inquiry in list(self._inquiries.values()):
+                inquiry.look()
+
+    @property
+    def due_s(self) -> float:
+        """When `look` will have something to do."""
+        inquiries = list(self._inquiries.values())
+        return min((inquiry.due_s for inquiry in inquiries), default=math.inf)
+
+    def forget(self, number: int) -> None:
+        """Drops a model that this rank has closed."""
+        self.watches.pop(number, None)
+        self._inquiries.pop(number, None)
+
     def hear(self, source: Connection, messages: Sequence[bytes], is_connected: bool) -> None:
         """Handles the messages of a neighbor, and the end of the connection to it."""
         for message in messages:
             try:
-                self._spread(parsed_json(message), source)
+                self._receive(parsed_json(message), source)
             except Exception as error:  # a malformed message can raise any exception
                 reason = f"{type(error).__name__}: {brief(str(error))}"
                 _log.warning(
@@ -172,17 +204,35 @@ class Ring:
                 return
             self.neighbors.remove(source)
         if source.rank not in self.left and self.fault is None:
-            self.say("fails", **faults.lost(source.rank).content())
+            lost = faults.lost(source.rank)
+            if source.is_silent:
+                lost = faults.silent(source.rank, SILENCE_S)
+            self.say("fails", **lost.content())
+
+    def _receive(self, message: Message, source: Connection) -> None:
+        if message["kind"] in DIRECTED:
+            with self.condition:
+                self.inquiry(int(message["number"])).hear(message["kind"], source, message)
+        else:
+            self._spread(message, source)
 
     def _spread(self, message: Message, source: Connection | None = None) -> None:
         """Forwards a message before handling it, because this process may not live long."""
         if message["from"] not in range(self.num_ranks):
             raise ValueError("it is from no rank.")  # and would go round forever
-        encoded = json.dumps(message).encode()
-        for neighbor in tuple(self.neighbors):
-            if neighbor is not source and neighbor.rank != message["from"]:
-                neighbor.send(encoded)
+        if not self._is_known(message):
+            encoded = json.dumps(message).encode()
+            for neighbor in tuple(self.neighbors):
+                if neighbor is not source and neighbor.rank != message["from"]:
+                    neighbor.send(encoded)
         self._handle(message)
+
+    def _is_known(self, message: Message) -> bool:
+        """Returns True for a fault after another one: this rank has told both neighbors that one,
+        or was told it by them. If all ranks find a fault, N^2 messages would go round."""
+        number = message.get("number")
+        failing = self if number is None else self.watches.get(number)
+        return message["kind"] == "fails" and failing is not None and failing.fault is not None
 
     def _handle(self, message: Message) -> None:
         kind, rank, number = message["kind"], message["from"], message.get("number")
@@ -224,10 +274,7 @@ class Watch(NullWatch):
         # when waits over the groups are interrupted at the latest; inf if that is done or not due
         self.interrupt_at_s = math.inf
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
-        self.asked_s = -math.inf  # when a rank that had waited for long asked
-        self.answers: dict[int, Answer] = {}  # to that
-        self.before: dict[int, Answer] = {}  # to the query before
-        self.is_asked_again = False  # the query is about calls of those answers
+        self._before: Answer | None = None  # this rank's last answer to a query
         self.told = -math.inf, ""  # time and text of the last report
         self._asks = itertools.count()
         self._texts: defaultdict[int, dict[int, str]] = defaultdict(dict)  # of each, by rank
@@ -256,7 +303,9 @@ class Watch(NullWatch):
         number = next(self._asks)
         texts = self._texts[number]
         self.say("tells", ask=number, text=text)
-        self._wait_for_fault_or(lambda: len(texts) == self.ring.num_ranks, patience.ANSWERS_S)
+        num_ranks = self.ring.num_ranks
+        limit_s = patience.answers_s(num_ranks)
+        self._wait_for_fault_or(lambda: len(texts) == num_ranks, limit_s)
         return texts
 
     def leave(self, error: BaseException | None) -> None:
@@ -266,7 +315,7 @@ class Watch(NullWatch):
             )
         elif self.interrupt_at_s < math.inf:  # this model is not watched any more
             self.interrupt()
-        self.ring.watches.pop(self.number, None)
+        self.ring.forget(self.number)
 
     def say(self, kind: str, **content: Any) -> None:
         self.ring.say(kind, number=self.number, **content)
@@ -282,14 +331,19 @@ class Watch(NullWatch):
                 self.left[rank] = faults.fault_from(message)
             case "tells":
                 self._texts[int(message["ask"])][rank] = str(message["text"])
-            case "asks" if self.has_answers():  # several ranks may ask at once
-                about = faults.calls_from(message["about"])
-                self.is_asked_again = bool(about)
-                self.asked_s = time.monotonic()
-                self.before, self.answers = self.answers, {}
-                self.say("does", **asdict(self.here.answer(self.ring.rank, about)))
-            case "does":
-                self.answers[rank] = faults.answer_from(message)
+            case "answers":
+                self.inquiry.end(message)
+
+    @property
+    def inquiry(self) -> Inquiry:
+        """The queries about this model."""
+        return self.ring.inquiry(self.number)
+
+    def answer(self, about: Sequence[Call]) -> tuple[Answer, bool]:
+        """Returns what this rank does, and True if it has been in the same wait since it answered
+        before."""
+        before, self._before = self._before, self.here.answer(self.ring.rank, about)
+        return self._before, self._before.is_like(before)
 
     def _wait_for_fault_or(self, arrived: Callable[[], object], patience_s: float) -> None:
         """Waits until a message makes `arrived` true or brings a fault."""
@@ -340,10 +394,6 @@ class Watch(NullWatch):
             self.fail(fault)
         return fault
 
-    def has_answers(self) -> bool:
-        """Returns True if the ranks have had their time to answer."""
-        return time.monotonic() > self.asked_s + patience.ANSWERS_S
-
     def judge(self) -> None:
         """Interrupts groups that cannot continue.
 
@@ -359,11 +409,12 @@ class Watch(NullWatch):
         failed = next((fault for fault in self.left.values() if fault.kind is PeerFailed), None)
         if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
             self.fail(failed)
-        is_news = not self.is_asked_again
-        if is_news and self.told[0] < self.asked_s and self.has_answers():
+        inquiry = self.inquiry
+        is_news = self.told[0] < inquiry.asked_s and not inquiry.is_about_calls
+        if is_news and inquiry.answers is not None:
             self.told = now_s, self.report()
             if self.told[1]:
-                faults.tell(self.told[1])
+                faults.tell(inquiry.share_of(self.told[1], self.left.keys()))
         self._judge_stall(now_s, waited_s)
 
     def _judge_stall(self, now_s: float, waited_s: float) -> None:
@@ -371,31 +422,22 @@ class Watch(NullWatch):
         is_over = waited_s > self.limits.stall_timeout_s
         if waited_s < warning_s and not is_over:
             return
-        pause_s = 2 * patience.ANSWERS_S
-        about = self._calls_to_confirm()
-        if now_s > self.asked_s + (pause_s if is_over or about else max(warning_s, pause_s)):
-            self.say("asks", about=about)
-        elif self.has_answers():
-            late = faults.late_ranks(self.answers, num_ranks=self.ring.num_ranks)
+        inquiry, num_ranks = self.inquiry, self.ring.num_ranks
+        pause_s = 2 * inquiry.limit_s
+        about = inquiry.calls_to_confirm()
+        if now_s > inquiry.asked_s + (pause_s if is_over or about else max(warning_s, pause_s)):
+            inquiry.ask(about)
+        elif inquiry.answers is not None:
             # if others are late, the wait may be for another rank
-            if self.left and late <= self.left.keys():
+            if self.left and inquiry.answers.late(num_ranks) <= self.left.keys():
                 self.fail(next(iter(self.left.values())))
-            elif is_over or faults.are_in_deadlock(
-                self.before, self.answers, num_ranks=self.ring.num_ranks
-            ):
+            elif is_over or inquiry.answers.are_in_deadlock(num_ranks):
                 self.fail(faults.stalled(self.report()))
 
-    def _calls_to_confirm(self) -> list[Call]:
-        """Returns the calls of ranks that all wait, if they were not asked about them yet."""
-        if self.is_asked_again or faults.late_ranks(self.answers, num_ranks=self.ring.num_ranks):
-            return []
-        calls = {call for answer in self.answers.values() for call in answer.calls}
-        return sorted(calls) if len(calls) > 1 else []
-
     def report(self) -> str:
-        """Returns each rank's wait or activity, or an empty text if no rank waits any more."""
-        gone = {rank: fault.what for rank, fault in self.left.items()}
-        return faults.stall_text(self.answers, gone, num_ranks=self.ring.num_ranks)
+        """Returns the waits and activities of all ranks, or an empty text if no rank waits any
+        more."""
+        return self.inquiry.report({rank: fault.what for rank, fault in self.left.items()})
 
     def interrupt(self) -> None:
         """Interrupts every wait over one of the groups."""

@@ -362,12 +362,28 @@ def test_a_program_that_a_rank_starts_has_no_copy(pair: tuple[Connection, Connec
     assert not os.get_inheritable(pair[0].fileno())
 
 
-def test_the_kernel_keeps_a_silent_connection_alive() -> None:
+def test_the_kernel_asks_a_silent_connection_and_gives_it_up_after_ten_seconds() -> None:
     for neighbors, _ in made(2):
         link = neighbors[0]._link
+        idle_s, pause_s, number = (
+            link.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+        assert idle_s + number * pause_s == connections.SILENCE_S == 10
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
         neighbors[0].close()
+
+
+@pytest.mark.parametrize(("code", "is_silent"), [(errno.ETIMEDOUT, True), (errno.EHOSTUNREACH, True), (errno.ECONNRESET, False)])
+def test_a_machine_that_does_not_answer_is_told_from_a_process_that_ended(
+    code: int, is_silent: bool, pair: tuple[Connection, Connection]
+) -> None:
+    first = pair[0]
+    link, first._link = first._link, Mock(recv=Mock(side_effect=OSError(code, os.strerror(code))))
+    assert first.receive() == ([], False)
+    assert first.is_silent == is_silent
+    first._link = link
 
 
 @pytest.mark.parametrize(

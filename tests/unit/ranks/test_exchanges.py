@@ -21,6 +21,7 @@ from support.sharded import chain
 from undertow.config import SyncConfig
 from undertow.device import MAKERS, Accelerator
 from undertow.plan.layout import equal_parts
+from undertow.ranks import carriers
 from undertow.ranks.carriers import BackendCollectives, PostedMessages
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import GroupRef
@@ -324,3 +325,34 @@ def test_messages_of_any_length_are_decoded(kind: str, dtype: torch.dtype) -> No
     every = [torch.empty_like(given[rank]) for _ in range(num_ranks)]
     dist.all_gather(every, given[rank])
     assert all(torch.equal(other, every[0]) for other in every)
+
+
+@in_ranks(2, 3)
+@pytest.mark.parametrize("most_sent_whole", [0, 1 << 20])
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_a_trailer_is_summed_up_whole_or_in_parts(wire: str | None, most_sent_whole: int) -> None:
+    """Several exchanges are in flight, of both kinds and with trailers of several sizes."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    started = []
+    with mock.patch.object(carriers, "_MOST_SENT_WHOLE", most_sent_whole), exchanging("posted") as exchanges:
+        for index, num_flags in enumerate([1, 5, 60, 1000, 60, 5] * 2):
+            numel = num_ranks * 512
+            given = [noise(numel, step=index, rank=peer) for peer in range(num_ranks)]
+            flags = [(torch.arange(num_flags) % (peer + 2) == 0).float() for peer in range(num_ranks)]
+            parts = equal_parts(num_ranks, 512, stop=numel)
+            parcel = FullWidth(parts) if wire is None else Encoded(WIRES[wire], torch.float32, numel, parts)
+            mine, trailer, shard = given[rank].clone(), flags[rank].clone(), torch.empty(512)
+            handle = (
+                exchanges.reduce_scatter(mine, shard, parcel, trailer=trailer)
+                if index % 2
+                else exchanges.all_reduce(mine, parcel, trailer=trailer)
+            )
+            found = shard if index % 2 else mine
+            wanted = chain(given) / num_ranks
+            wanted = wanted[parts[rank].start : parts[rank].stop] if index % 2 else wanted
+            started.append((handle, found, wanted, trailer, sum(flags)))
+        for handle, found, wanted, trailer, total in started:
+            handle.wait()
+            assert torch.equal(trailer, total)
+            # Half a unit of each code, of values below 5: two roundings.
+            assert torch.equal(found, wanted) if wire is None else torch.allclose(found, wanted, rtol=0.0, atol=5.0 / 127)

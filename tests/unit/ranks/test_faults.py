@@ -1,5 +1,6 @@
 """Faults of other ranks as text."""
 
+import json
 import logging
 import os
 import random
@@ -20,40 +21,106 @@ from support.project import ROOT
 from undertow import PeerFailed, RankLost
 from undertow.engine.checks import Finding, mismatch
 from undertow.ranks import faults
-from undertow.ranks.faults import Activity, Answer, Call
+from undertow.ranks.answers import Answer, Answers, Call, Ranks, answers_from, in_ranges, stall_text
+from undertow.ranks.faults import Activity
 
 
-def waiting(rank: int, waited_s: float, waits_for: str = "bucket 2 ('a', 'b')") -> Answer:
-    return Answer(waits_for, waited_s, f"rank {rank}: synchronization 7, waits for {waits_for}")
+def table(answers: dict[int, Answer]) -> Answers:
+    found = Answers()
+    for rank, answer in answers.items():
+        found.add(rank, answer)
+    return found
 
 
-LATE = Answer("", 0.0, "rank 1: synchronization 7, loading data\n    train.py, line 4, in rows")
-WAITING = {0: waiting(0, 31.4), 2: waiting(2, 30.0)}
+def waiting(waited_s: float, waits_for: str = "bucket 2 ('a', 'b')") -> Answer:
+    return Answer(7, waits_for, waited_s=waited_s)
+
+
+LATE = Answer(7, "", "loading data\ntrain.py, line 4, in rows")
+WAITING = {0: waiting(31.4), 2: waiting(30.0)}
 
 
 def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
-    assert faults.stall_text({1: LATE, **WAITING}, {4: "rank 4 has left: so it is."}, num_ranks=5) == (
-        "rank 0 has waited 31 s for bucket 2 ('a', 'b'): rank 1, 3 has not come.\n"
-        "  rank 0: synchronization 7, waits for bucket 2 ('a', 'b')\n"
+    assert stall_text(table({1: LATE, **WAITING}), {4: "rank 4 has left: so it is."}, num_ranks=5) == (
+        "rank 0 has waited 31 s for bucket 2 ('a', 'b'): ranks 1, 3 have not come.\n"
+        "  ranks 0, 2: synchronization 7, wait for bucket 2 ('a', 'b')\n"
         "  rank 1: synchronization 7, loading data\n"
         "    train.py, line 4, in rows\n"
-        "  rank 2: synchronization 7, waits for bucket 2 ('a', 'b')\n"
         "  rank 3: no answer; it is stopped, out of reach, or in a call that keeps Python from running\n"
         "  rank 4 has left: so it is."
     )
 
 
+def test_a_report_has_ranks_in_ranges() -> None:
+    answers = {rank: waiting(30.0) for rank in range(16_384) if rank not in (63, 100, 101)}
+    gone = {100: "rank 100 has left: so it is.", 101: "rank 101 has left: so it is."}
+    assert stall_text(table(answers), gone, num_ranks=16_384) == (
+        "rank 0 has waited 30 s for bucket 2 ('a', 'b'): rank 63 has not come.\n"
+        "  ranks 0-62, 64-99, 102-16383: synchronization 7, wait for bucket 2 ('a', 'b')\n"
+        "  rank 63: no answer; it is stopped, out of reach, or in a call that keeps Python from running\n"
+        "  ranks 100, 101: each has left: so it is."
+    )
+
+
+def test_a_report_on_many_late_ranks_stays_short() -> None:
+    frames = "\n".join(f"train.py, line {line}, in rows" for line in range(12))
+    for num_late in (1, 2, 3, 40, 1000):
+        answers = {rank: Answer(7, "", f"in {rank}\n{frames}") for rank in range(num_late)} | {1000: waiting(30.0)}
+        text = stall_text(table(answers), {}, num_ranks=1002)
+        assert len(text.split("\n")) <= 24
+        assert len(text) < 3000
+        assert "line 11, in rows" in text  # the innermost one
+
+
+def test_every_second_rank_of_many_is_no_endless_line() -> None:
+    answers = {rank: waiting(30.0) for rank in range(0, 16_384, 2)}
+    first, *_ = stall_text(table(answers), {}, num_ranks=16_384).split("\n")
+    assert first.endswith(": ranks 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31 and 8176 more have not come.")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "3"), ([3, 4], "3, 4"), ([5, 3, 4], "3-5"), ([0, 1, 2, 4, 6, 7], "0-2, 4, 6, 7"), ([], "")],
+)
+def test_ranges(ranks: list[int], text: str) -> None:
+    assert in_ranges(ranks) == text
+
+
 def test_a_report_says_where_all_wait_for_different_things() -> None:
     told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait, for different things.\n"
-    answers = {0: WAITING[0], 1: waiting(1, 9.0, "the norm of all gradients")}
-    assert faults.stall_text(answers, {}, num_ranks=2).startswith(told)
+    answers = {0: WAITING[0], 1: waiting(9.0, "the norm of all gradients")}
+    assert stall_text(table(answers), {}, num_ranks=2).startswith(told)
 
 
 def test_a_report_says_where_all_wait_for_the_same() -> None:
     told = "rank 0 has waited 31 s for bucket 2 ('a', 'b'): all ranks wait for it.\n"
-    text = faults.stall_text({0: WAITING[0], 1: waiting(1, 9.0)}, {}, num_ranks=2)
+    text = stall_text(table({0: WAITING[0], 1: waiting(9.0)}), {}, num_ranks=2)
     assert text.startswith(told)
     assert "the network is slow" in faults.stalled(text).remedy
+
+
+def random_ranks(draw: random.Random) -> list[int]:
+    return draw.sample(range(64), draw.randint(0, 64))
+
+
+def test_ranks_in_runs_are_the_same_ranks() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        first, second = random_ranks(draw), random_ranks(draw)
+        joined = Ranks.of(first)
+        joined.join(Ranks.of(set(second) - set(first)))
+        assert set(joined) == {*first, *second}
+        assert len(joined) == len({*first, *second})
+    strided = range(5, 16_384, 8)
+    assert Ranks.of(strided).runs == [(5, 16_381, 8)]
+
+
+def test_a_table_is_the_same_after_a_message() -> None:
+    found = Answers()
+    for rank in range(9):
+        answer = Answer(rank % 3, "" if rank == 4 else "bucket 2", "here", 1.0 * rank, 2.0, [Call("bucket 1", ((0, 8, 2),), 3)])
+        found.add(rank, replace(answer, lacks=answer.calls[rank % 2 :]), is_still=rank > 3)
+    assert answers_from(json.loads(json.dumps(found.content())), 9) == found
 
 
 Program = Sequence[tuple[str, tuple[int, ...]]]  # names of calls, and their ranks; all if empty
@@ -70,6 +137,14 @@ def answers_after(*programs: Program) -> dict[int, Answer]:
     return {rank: here.answer(rank, calls) for rank, here in enumerate(ranks)}
 
 
+def are_in_deadlock(before: dict[int, Answer], answers: dict[int, Answer]) -> bool:
+    """What a rank finds that has these answers to two queries."""
+    found = Answers()
+    for rank, answer in answers.items():
+        found.add(rank, answer, is_still=answer.is_like(before.get(rank)))
+    return found.are_in_deadlock(len({*before, *answers}))
+
+
 BUCKET, STATE = ("bucket 0", ()), ("the state", ())
 
 
@@ -79,7 +154,7 @@ def in_deadlock() -> dict[int, Answer]:
 
 def test_ranks_that_wait_for_different_calls_are_in_a_deadlock() -> None:
     answers = in_deadlock()
-    assert faults.are_in_deadlock(answers, answers, num_ranks=3)
+    assert are_in_deadlock(answers, answers)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +168,14 @@ def test_ranks_that_move_are_in_no_deadlock(change: dict[str, Any], is_after: bo
     changed = {rank: replace(answer, **change) if rank == 0 else answer for rank, answer in answers.items()}
     before = changed if not is_after else answers
     after = changed if is_after else answers
-    is_still = not is_after and set(change) & {"waits_for", "lacks"}  # only the second answer counts
-    assert faults.are_in_deadlock(before, after, num_ranks=3) == bool(is_still)
+    is_still = not is_after and set(change) & {"lacks"}  # only in the second answer
+    assert are_in_deadlock(before, after) == bool(is_still)
 
 
 def test_a_rank_that_did_not_answer_is_in_no_deadlock() -> None:
     answers = in_deadlock()
     fewer = {rank: answers[rank] for rank in (0, 2)}
-    assert [faults.are_in_deadlock(*both, num_ranks=3) for both in ((fewer, answers), (answers, fewer))] == [False, False]
+    assert [are_in_deadlock(*both) for both in ((fewer, answers), (answers, fewer))] == [False, False]
 
 
 # Rank 0 and 1 hold one half of the experts, rank 2 and 3 the other.
@@ -112,7 +187,7 @@ def test_ranks_at_any_places_of_one_program_are_in_no_deadlock() -> None:
     for _ in range(500):
         done = [draw.randint(1, 2 * len(STEP)) for _ in range(4)]
         answers = answers_after(*((STEP * 2)[:num_calls] for num_calls in done))
-        assert not faults.are_in_deadlock(answers, answers, num_ranks=4), done
+        assert not are_in_deadlock(answers, answers), done
 
 
 @pytest.mark.parametrize(
@@ -124,20 +199,17 @@ def test_one_rank_of_several_groups_makes_another_call(rank_0: Program, is_deadl
     """The others are in their second step. After a launch, rank 0 and 1 wait for calls that all others have made: no proof."""
     others = [*STEP, *STEP[:4]]
     answers = answers_after(rank_0, others, others, others)
-    assert faults.are_in_deadlock(answers, answers, num_ranks=4) == is_deadlock
+    assert are_in_deadlock(answers, answers) == is_deadlock
 
 
 def test_there_is_no_report_where_no_rank_waits_any_more() -> None:
-    assert faults.stall_text({1: LATE}, {}, num_ranks=2) == ""
+    assert stall_text(table({1: LATE}), {}, num_ranks=2) == ""
 
 
 PAGE = ROOT / "docs" / "reliability.md"
 FRAME = re.findall(r"^    (\S+, line \d+, in \w+)$", PAGE.read_text(), re.M)[0]
-TOLD = faults.stall_text(
-    {
-        0: Answer("bucket 0 ('last.bias')", 30.0, "rank 0: synchronization 3, waits for bucket 0 ('last.bias')"),
-        1: Answer("", 0.0, f"rank 1: synchronization 3, in the forward of 'norm'\n    {FRAME}"),
-    },
+TOLD = stall_text(
+    table({0: Answer(3, "bucket 0 ('last.bias')", waited_s=30.0), 1: Answer(3, "", f"in the forward of 'norm'\n{FRAME}")}),
     {},
     num_ranks=2,
 )
@@ -237,15 +309,15 @@ def test_a_stack_has_places_and_no_values() -> None:
     assert len(lines) <= 12
 
 
-@pytest.mark.parametrize("broken", [{}, {"waits_for": "", "waited_s": "x", "text": ""}])
+@pytest.mark.parametrize("broken", [{}, {"lacked": [], "entries": [[3, "", "here", [], "x", 0]], "calls": [], "still": []}])
 def test_what_is_no_answer_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises((KeyError, ValueError)):
-        faults.answer_from(broken)
+        answers_from(broken, 2)
 
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
     idle = [faults.Activity(steps=partial(tuple, (number, False))) for number in (118, 0)]
-    assert [here.answer(1).text.splitlines()[0].rpartition(", ")[2] for here in idle] == [
+    assert [here.answer(1).doing.splitlines()[0].rpartition(", ")[2] for here in idle] == [
         "no training forward since synchronization 118 (if its data has ended: finish())",
         "no training forward yet (if its data has ended: finish())",
     ]

@@ -1,0 +1,168 @@
+"""Meetings in a store: what ranks ask it for, and what they leave there."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from undertow import SyncConfig
+from undertow.errors import StallTimeout
+from undertow.ranks import handshake, meeting
+from undertow.ranks.handshake import connect_ring
+from undertow.ranks.meeting import meeting_of
+from undertow.ranks.watch import NullWatch
+from undertow.torch_private import private
+
+
+class Counted:
+    """A store that counts what it is asked for, and knows its keys."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.num_asked, self.longest = Counter[str](), 0
+        self.keys = set[str]()
+        self._lock = threading.Lock()
+
+    def _ask(self, name: str, key: str, value: str = "") -> None:
+        with self._lock:
+            self.num_asked[name] += 1
+            self.longest = max(self.longest, len(key), len(value))
+            if name in ("add", "set"):
+                self.keys.add(key)
+
+    def add(self, key: str, number: int) -> int:
+        self._ask("add", key)
+        return self._store.add(key, number)
+
+    def set(self, key: str, value: str) -> None:
+        self._ask("set", key, value)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._ask("get", key)
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self._ask("check", max(keys, key=len))
+        return self._store.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        self._ask("delete_key", key)
+        with self._lock:
+            self.keys.discard(key)
+        return self._store.delete_key(key)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    counted = Counted()
+    monkeypatch.setattr(private, "default_store", lambda: counted)
+    monkeypatch.setattr(handshake, "own_address", lambda _: "127.0.0.1")
+    return counted
+
+
+def meets(num_ranks: int, rank: int, *, makes_ring: bool = False, **limits: float) -> None:
+    with meeting_of(tuple(range(num_ranks)), rank, SyncConfig(**limits), NullWatch(), 300.0) as met:
+        if makes_ring:
+            for neighbor in connect_ring(met):
+                neighbor.close()
+        else:
+            met.arrive("group")
+
+
+def all_meet(num_ranks: int, late: Callable[[], object] = int, **how: Any) -> None:
+    """All ranks meet; the last one after `late`."""
+    with ThreadPoolExecutor(num_ranks) as threads:
+        others = [threads.submit(meets, num_ranks, rank, **how) for rank in range(num_ranks - 1)]
+        late()
+        meets(num_ranks, num_ranks - 1, **how)
+        for other in others:
+            other.result()
+
+
+@pytest.mark.parametrize("makes_ring", [True, False])
+def test_meetings_leave_a_counter_and_no_texts(makes_ring: bool, store: Counted) -> None:
+    num_kept = []
+    for _ in range(4):
+        all_meet(5, makes_ring=makes_ring)
+        num_kept.append(len([key for key in store.keys if "/tries/" not in key]))
+    places = 2 if makes_ring else 1
+    # The counters of the last meeting: a slow rank may still read them.
+    assert num_kept == [places] * 4
+    assert store.longest <= 200
+
+
+class Clock:
+    """Time that passes when a rank sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.at_s: list[tuple[float, Callable[[], object]]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        for event in [event for event in self.at_s if event[0] <= self.now_s]:
+            self.at_s.remove(event)
+            event[1]()
+
+
+@pytest.mark.parametrize(("num_ranks", "most_adds"), [(2, 45), (16, 30), (1024, 24), (16_384, 24)])
+def test_a_rank_that_waits_for_a_late_one_asks_for_one_counter(
+    num_ranks: int, most_adds: int, store: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven seconds. All others are here, and each of them asks as often."""
+    clock = Clock()
+    monkeypatch.setattr(meeting, "time", clock)
+    key = f"undertow/ring/{private.name_of(tuple(range(num_ranks)))}/1/group"
+    clock.at_s.append((7.0, lambda: store._store.add(key, num_ranks - 1)))
+    meets(num_ranks, 0)
+    assert store.num_asked["check"] == 0
+    assert store.num_asked["add"] <= most_adds
+    assert 7.0 <= clock.now_s < 9.5
+
+
+def test_one_rank_asks_who_is_late_and_says_so(
+    store: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of 1,024 ranks is late by more than the limit for a warning; two of the others wait here."""
+    clock, num_ranks, late = Clock(), 1024, 777
+    monkeypatch.setattr(meeting, "time", clock)
+    ranks = tuple(range(num_ranks))
+    key = f"undertow/ring/{private.name_of(ranks)}/1/group"
+    for other in range(1, num_ranks):
+        if other != late:
+            store._store.set(f"{key}/{other}", "")
+    for rank in (0, 5):
+        clock.at_s = [(clock.now_s + 40.0, lambda: store._store.add(key, num_ranks))]
+        with caplog.at_level(logging.WARNING, "undertow"):
+            meets(num_ranks, rank, stall_warning_s=30.0)
+        store._store.delete_key(key)
+        store._store.delete_key(f"undertow/ring/{private.name_of(ranks)}/tries/0")
+    (told,) = caplog.messages
+    assert told.endswith(f" s for rank {late} to synchronize a model.")
+    assert store.num_asked["check"] <= 25  # 1,022 if each key were asked for
+
+
+def test_a_rank_that_comes_after_the_others_have_given_up_is_told(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(meeting, "time", clock)
+    for rank in (0, 1):
+        with pytest.raises(StallTimeout, match=r"rank 1 has made no such wrapper or ShardedOptimizer within 10 s"):
+            meets(2, rank, stall_timeout_s=10.0)
+    assert clock.now_s < 13.0  # the second one has not waited
+
+
+def test_ranks_of_which_many_are_late_are_named_in_ranges(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(meeting, "time", clock)
+    with pytest.raises(StallTimeout, match=r"ranks 1-1023 have made no such wrapper"):
+        meets(1024, 0, stall_timeout_s=10.0)
+    assert store.longest <= 200
