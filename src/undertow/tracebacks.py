@@ -6,6 +6,7 @@ the library. UNDERTOW_TRACEBACK=full shows all frames, for a report of a bug.
 
 import os
 import sys
+from pathlib import Path
 from types import TracebackType
 
 from undertow.errors import UndertowError
@@ -14,6 +15,7 @@ VARIABLE = "UNDERTOW_TRACEBACK"
 _FULL = "full"
 _HINT = f"Frames of Undertow are left out: {VARIABLE}={_FULL} shows them."
 _PACKAGE = __name__.partition(".")[0]
+_FOLDER = str(Path(__file__).parent) + os.sep
 
 
 def shorten_tracebacks() -> None:
@@ -62,6 +64,8 @@ def without_frames_of_undertow(trace: TracebackType | None) -> TracebackType | N
 
 
 def _is_ours(entry: TracebackType) -> bool:
-    """By the module, because code that `dataclass` generates has no file."""
+    """By the file and by the module: code that `dataclass` generates has no file, and the module
+    that `undertow run` starts in each process is called `sitecustomize`."""
     module = str(entry.tb_frame.f_globals.get("__name__"))
-    return module.partition(".")[0] == _PACKAGE
+    is_inside = entry.tb_frame.f_code.co_filename.startswith(_FOLDER)
+    return is_inside or module.partition(".")[0] == _PACKAGE

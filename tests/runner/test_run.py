@@ -154,6 +154,7 @@ OVERRIDES = """undertow.errors.ConfigError: class Mine overrides _pre_forward, a
   __main__.Mine(...) under `undertow run`
   Do the same in forward(), or start the program without `undertow run`.
 Read more: undertow docs troubleshooting
+Frames of Undertow are left out: UNDERTOW_TRACEBACK=full shows them.
 """
 
 
