@@ -45,6 +45,7 @@ def rank_measures(folder: Path, rank: Rank) -> dict[str, Any]:
         copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         found["copy"].append(time.perf_counter() - start_s)
         del copies
+        dist.barrier()  # else the rank with less to copy waits for the other one
         start_s = time.perf_counter()
         save = save_checkpoint(folder / f"save-{number % 2}", model, optimizer, background=True)
         found["call"].append(time.perf_counter() - start_s)
