@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from support.inside import own_tensors
@@ -15,7 +16,7 @@ from support.processes import Rank, run_ranks
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, save_checkpoint
 
 _WIDTH, _NUM_LAYERS = 2048, 4  # 67 MB of parameters: with AdamW's state 201 MB
-_NUM_SAVES, _NUM_STEPS = 7, 12
+_NUM_SAVES, _NUM_STEPS = 5, 6
 
 
 def rank_measures(folder: Path, rank: Rank) -> dict[str, Any]:
@@ -44,15 +45,23 @@ def rank_measures(folder: Path, rank: Rank) -> dict[str, Any]:
         copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         found["copy"].append(time.perf_counter() - start_s)
         del copies
+        dist.barrier()  # else the rank with less to copy waits for the other one
         start_s = time.perf_counter()
         save = save_checkpoint(folder / f"save-{number % 2}", model, optimizer, background=True)
         found["call"].append(time.perf_counter() - start_s)
         assert save is not None
-        while not save.is_done:
+        while not _is_done_everywhere(save.is_done):
             found["with"].append(step())
         save.wait()
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     return {"mb": num_bytes / 1e6, **{name: statistics.median(values) for name, values in found.items()}}
+
+
+def _is_done_everywhere(is_done: bool) -> bool:
+    """Ranks see the end at different moments, and must run as many steps."""
+    flag = torch.tensor(float(is_done))
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def measure() -> str:
@@ -60,6 +69,9 @@ def measure() -> str:
     with tempfile.TemporaryDirectory() as folder:
         ended = run_ranks(partial(rank_measures, Path(folder)), 2, patience_s=600)
     lines = ["rank  copied MB  copy ms  call ms  call / slowest copy  step ms  step while writing ms"]
+    failed = [each.log for each in ended if "value" not in each.words]
+    if failed:
+        return "\n".join(failed)
     slowest = max(each.words["value"]["copy"] for each in ended)
     for rank, each in enumerate(ended):
         of = each.words["value"]
