@@ -425,7 +425,7 @@ CODE_OF_GATHERS, CODE_OF_ROUNDS = Gathers, Engine
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
     "sends": ("shard", "send"),
-    "gathers": ("shard", "expect"),
+    "gathers": ("shard", "prepare"),
     "reductions": ("shard", "exchange"),
     "sends across": ("replicate", "send"),
     "reductions across": ("replicate", "exchange"),

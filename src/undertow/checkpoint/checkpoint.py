@@ -14,7 +14,7 @@ from torch import nn
 from undertow.checkpoint import files
 from undertow.checkpoint.background import BackgroundSave
 from undertow.checkpoint.loading import Loading
-from undertow.checkpoint.ranks import Ranks
+from undertow.checkpoint.ranks import CheckpointRanks
 from undertow.checkpoint.saving import Saving
 from undertow.errors import require
 
@@ -92,7 +92,7 @@ def save_checkpoint(
     """
     _require_keep(keep)
     optimizers = _listed(optimizer)
-    ranks = Ranks.meet(Path(path), model, optimizers, to="save a checkpoint")
+    ranks = CheckpointRanks.meet(Path(path), model, optimizers, to="save a checkpoint")
     ranks.settle_background()
     saving = Saving(ranks, model, optimizers, keep=keep)
     folder = saving.prepare(extra)
@@ -151,7 +151,7 @@ def load_checkpoint(
     """
     _require_which(which)
     target, optimizers = Path(path), _listed(optimizer)
-    ranks = Ranks.meet(target, model, optimizers, to="load a checkpoint")
+    ranks = CheckpointRanks.meet(target, model, optimizers, to="load a checkpoint")
     ranks.settle_background()
 
     def find() -> Path:

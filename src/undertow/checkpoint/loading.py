@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from undertow.checkpoint import contents, files, states
-from undertow.checkpoint.ranks import Ranks
+from undertow.checkpoint.ranks import CheckpointRanks
 from undertow.errors import CheckpointError, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
@@ -21,7 +21,11 @@ class Loading:
     """A load of all ranks from `folder`: `read`, then `put`. Making one is a collective call."""
 
     def __init__(
-        self, ranks: Ranks, model: nn.Module, optimizers: Sequence[Optimizer], folder: Path
+        self,
+        ranks: CheckpointRanks,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        folder: Path,
     ) -> None:
         self.index: dict[str, Any] = {}
         self._ranks, self._optimizers, self._folder = ranks, optimizers, folder

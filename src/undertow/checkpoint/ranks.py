@@ -32,7 +32,7 @@ _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class CheckpointRanks:
     """The ranks that save or load together; `group` is None for a single process."""
 
     to: str  # what they do

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from undertow.checkpoint import contents, files
 from undertow.checkpoint.background import LAST, BackgroundSave, Task
-from undertow.checkpoint.ranks import Ranks
+from undertow.checkpoint.ranks import CheckpointRanks
 from undertow.checkpoint.tensors import require_stored
 from undertow.engine.step_settings import require_same_settings, settings_of, text_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
@@ -35,7 +35,7 @@ class Saving:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: CheckpointRanks,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         *,
