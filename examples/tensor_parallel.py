@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -30,7 +30,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+        hidden: Tensor = nn.functional.gelu(self.up(self.norm(x)))
+        added: Tensor = self.down(hidden)
+        return added
 
 
 PLAN = {
@@ -45,7 +47,8 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica = mesh["dp"].get_local_rank()
     torch.manual_seed(0)
-    model = parallelize_module(Block(64), mesh["tp"], PLAN)  # first: parameters become DTensors
+    model = Block(64)
+    parallelize_module(model, mesh["tp"], PLAN)  # first: parameters become DTensors
     sync = undertow.attach(model, device_mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     random = torch.Generator().manual_seed(replica)  # the same data in a tensor-parallel group
@@ -61,6 +64,7 @@ def main() -> None:
             print(f"step {step:3d}  loss {mean:.3f}")
     if dist.get_rank() == 0:
         weight = model.up.weight
+        assert isinstance(weight, DTensor)
         print(f"up.weight: {tuple(weight.shape)}, here {tuple(weight.to_local().shape)}")
         print(sync.report())
     sync.close()

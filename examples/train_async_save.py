@@ -11,14 +11,16 @@ it. `save_checkpoint(..., background=True)` gathers nothing: each rank writes it
 """
 
 import argparse
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from undertow import DistributedDataParallel, ShardedOptimizer, stop_on_signal
 
@@ -40,7 +42,7 @@ def resumed(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         return 0
     state = state_of(model, optimizer, 0)
     newest = max(complete, key=lambda path: int(path.name.removeprefix("step-")))
-    dcp.load(state, checkpoint_id=newest)
+    load(state, checkpoint_id=newest)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -60,7 +62,7 @@ def main() -> None:
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=3e-3)
     stop_on_signal(model)
     first = resumed(options.folder, model, optimizer)
-    saving = None
+    saving: Future[None] | None = None
     for step in range(first, options.steps):
         inputs = torch.randn(
             64, 64, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank())
@@ -73,11 +75,13 @@ def main() -> None:
         if is_last or (step + 1) % 10 == 0:
             if saving is not None:
                 saving.result()  # one at a time; an error of the save is raised here
-            saving = dcp.async_save(
+            started = async_save(
                 state_of(model, optimizer, step),
                 checkpoint_id=options.folder / f"step-{step}",
                 process_group=group_of_saves,
             )
+            assert isinstance(started, Future)  # another class with async_stager=... only
+            saving = started
             if dist.get_rank() == 0:
                 print(f"step {step:3d}  loss {loss.item():.3f}")
         if is_last:
