@@ -179,7 +179,7 @@ print(type(model).__module__, type(model).__name__, isinstance(model, Distribute
 
 @pytest.mark.slow
 def test_a_name_that_was_bound_before_makes_ours() -> None:
-    site = Path(sys.modules["undertow"].__path__[0]) / "runner" / "site"
+    site = Path(sys.modules["undertow"].__path__[0]) / "lab" / "runner" / "site"
     done = run(FORKED, "-c", BOUND.format(site=str(site)), UNDERTOW_RUN="")
     assert done.stdout == "undertow.lab.runner.replacing DistributedDataParallel True\n", done.stderr
 
