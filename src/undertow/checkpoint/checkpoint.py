@@ -105,9 +105,8 @@ def save_checkpoint(
 def has_checkpoint(path: str | PathLike[str], which: Literal["latest"] | None = None) -> bool:
     """Returns True if `load_checkpoint` has something to load; never communicates.
 
-    Call it on every rank: it waits for a save in the background of this process, and other ranks may
-    see that one earlier or later. An error of that save is still raised by its `wait`, or the next
-    save or load.
+    Call it on every rank, and `wait()` for a save in the background before. It waits for the one of
+    this process, and its error is still raised by the next save or load.
 
     A save that was interrupted counts if it left a complete checkpoint. A damaged checkpoint counts
     too; loading it raises.
