@@ -492,6 +492,9 @@ def test_a_rank_first_waits_for_its_own_save_and_a_name_with_new_is_refused(path
         assert has_checkpoint(path)
     text = text_of(CheckpointError, lambda: save_checkpoint(path.with_name("saved.new"), nn.Linear(1, 1)))
     assert text.startswith("saved.new is not a name for a checkpoint: ")
+    with contextlib.chdir(path):
+        text_of(CheckpointError, lambda: save_checkpoint(".", nn.Linear(1, 1)))
+        load_checkpoint(".", nn.Linear(1, 1))
     with mock.patch.object(os, "write", side_effect=FULL):
         save_checkpoint(path, nn.Linear(1, 1), background=True)
         assert has_checkpoint(path)  # the one before

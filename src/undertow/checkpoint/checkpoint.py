@@ -92,7 +92,10 @@ def save_checkpoint(
     """
     _require_keep(keep)
     optimizers = _listed(optimizer)
-    ranks = CheckpointRanks.meet(Path(path).absolute(), model, optimizers, to="save a checkpoint")
+    target = Path(path)
+    if target.name:  # else it is the working folder, which is refused: it would be replaced
+        target = target.absolute()
+    ranks = CheckpointRanks.meet(target, model, optimizers, to="save a checkpoint")
     ranks.settle_background()
     saving = Saving(ranks, model, optimizers, keep=keep)
     folder = saving.prepare(extra)
