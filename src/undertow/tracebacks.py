@@ -35,15 +35,23 @@ def shorten_tracebacks() -> None:
 
 def _shorten(error: UndertowError, trace: TracebackType | None) -> TracebackType | None:
     """Shortens the traceback of `error` and those of the errors before it; returns its own."""
-    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    while before is not None:
+    seen: list[BaseException] = [error]  # errors may be each other's reason
+    before = _before(error)
+    while before is not None and all(before is not it for it in seen):
+        seen.append(before)
         before.__traceback__ = without_frames_of_undertow(before.__traceback__)
-        before = before.__cause__ or before.__context__
+        before = _before(before)
     shortened = without_frames_of_undertow(trace)
     if shortened is not trace:
         error.__traceback__ = shortened
         error.add_note(_HINT)
     return shortened
+
+
+def _before(error: BaseException) -> BaseException | None:
+    """Returns the error that Python prints above this one."""
+    context = None if error.__suppress_context__ else error.__context__
+    return error.__cause__ or context
 
 
 def without_frames_of_undertow(trace: TracebackType | None) -> TracebackType | None:

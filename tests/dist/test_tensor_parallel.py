@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims as Dims
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from support.errors import text_of
 from support.levels import some
@@ -47,6 +47,7 @@ from undertow import (
     SyncConfig,
     WrongType,
     attach,
+    stop_on_signal,
 )
 
 STEPS = 20
@@ -213,6 +214,38 @@ def test_a_format_leaves_equal_bits_on_a_data_axis_near_to_those_in_full_width()
             assert torch.equal(first, grad), name
             # int8 has 127 units to the largest value of a block, and a value is rounded twice, by up to a unit.
             assert (grad - wanted).abs().max() <= 2 * 2 * wanted.abs().max() / 127, name
+
+
+@ON_A_MESH
+def test_a_parameter_that_all_places_hold_stays_alike_in_int8() -> None:
+    with mesh_of_four() as mesh:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))  # the last one is not cut
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        config = SyncConfig(wire="int8")
+        model = DistributedDataParallel(net, device_mesh=mesh["dp"], config=config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+        for _ in range(3):
+            model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = net[2].weight.detach()
+        first = weight.clone()
+        dist.broadcast(first, src=0)
+        assert torch.equal(weight, first)
+        assert model.report().sent_bytes < 0.5 * sum(bucket.num_bytes for bucket in model.report().buckets)
+        model.close()
+
+
+@ON_A_MESH
+def test_formats_and_signals_that_places_cannot_agree_on_are_refused() -> None:
+    with mesh_of_four() as mesh:
+        text = text_of(ConfigError, lambda: attach(gpt(mesh), device_mesh=mesh["dp"], config=SyncConfig(wire="auto")))
+        assert text.startswith('wire="auto" does not work with parameters that are DTensors')
+        sync = attach(gpt(mesh), device_mesh=mesh["dp"])
+        assert text_of(ConfigError, lambda: stop_on_signal(sync)).startswith("stop_on_signal() does not work beside tensor")
+        sync.close()
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise"])

@@ -75,6 +75,21 @@ def test_another_error_keeps_all_frames(ending: str, tmp_path: Path) -> None:
     assert ("sync_config.py" in places(lines), HINT in lines) == (True, False)
 
 
+def test_errors_that_are_each_other_s_reason_are_printed(tmp_path: Path) -> None:
+    script = """
+import undertow
+try:
+    try:
+        undertow.SyncConfig(wire="int9")
+    except undertow.ConfigError as error:
+        first = error
+        raise KeyError(1) from error
+except KeyError:
+    raise first
+"""
+    assert told(script, tmp_path)[-1] == HINT
+
+
 def test_frames_of_the_library_are_left_out_of_a_traceback() -> None:
     trace = trace_of(0)
     names = [frame.name for frame in traceback.extract_tb(without_frames_of_undertow(trace))]

@@ -15,6 +15,7 @@ from undertow.device import Accelerator, Host
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
 from undertow.ranks.parcels import Encoded
+from undertow.wire import forget_scratch
 
 _EVERY = 100  # synchronizations between two counts, after the first 64
 _MOST_LOST = 0.05  # of a gradient's nonzero values, without a warning
@@ -66,6 +67,8 @@ class LostValues:
             parcel: How they travel.
         """
         wire = parcel.wire
+        if not parcel.is_host:
+            forget_scratch()  # another stream may still use that of the bucket before
         narrow = values[: spec.narrow_numel]
         message = narrow.new_empty(wire.num_bytes(len(narrow)), dtype=torch.uint8)
         wire.encode(narrow, message, parcel.own_dither, is_host=parcel.is_host)

@@ -219,6 +219,7 @@ class OuterAxis:
             handle = self._exchanges.all_reduce(values, parcel, trailer=trailer, is_alike=is_alike)
             group.makes_call(name)
             handle.wait()
+        group.hardware.keep(values)  # torch may drop them when this returns
         if group.hardware.is_host and not self._is_alike(index, values, trailer):
             raise self._in_another_order(index, values)
         self.num_reductions += 1

@@ -123,6 +123,14 @@ def _request_of(model: object) -> StopRequest:
             remedy="Wrap the model first; after attach(), give its result instead of the module.",
         )
     sync._own.require_open("stop_on_signal()")
+    require(
+        not sync._own.stop.is_on_mesh,
+        "stop_on_signal() does not work beside tensor parallelism: the places of the other axes "
+        "would not stop in the same step.",
+        where=_WHERE,
+        remedy="Note the signal in a handler of your own, and add up a flag over all ranks between "
+        "steps, by torch.distributed.all_reduce.",
+    )
     return sync._own.stop
 
 

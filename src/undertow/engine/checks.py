@@ -143,7 +143,7 @@ class NonFinite:
             return False
         finding = self._finding or self._find_alone()
         if self.agree is not None:
-            finding = self.agree(finding)
+            self._finding = finding = self.agree(finding)
         if finding is None:
             return False
         is_counted = self._finding is not None and self._is_judged
@@ -337,9 +337,9 @@ class Checks:
         if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
             self.sent.append(self._send(ended))
             self.loads.settle(ended.terms.number)
-        if self.is_on_mesh and self._current_plan.placements.axis:
+        if self._current_plan.placements.axis:
             order = self._current_plan.placements.take_order()
-            if self._are_orders_compared(ended.terms.number):
+            if self.is_on_mesh and self._are_orders_compared(ended.terms.number):
                 self.sent.append(self._send_order(order, ended.terms.number))
 
     @torch.no_grad()

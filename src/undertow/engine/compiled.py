@@ -18,7 +18,7 @@ from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading, Snapshot
 from undertow.engine.measuring import Present
 from undertow.errors import UndertowError
-from undertow.mesh.local_tensors import local_tensors
+from undertow.mesh.local_tensors import alike_on_axes
 from undertow.plan import Plan
 from undertow.ranks.dither import Rotation
 from undertow.ranks.transport import OwnGroup
@@ -110,7 +110,7 @@ class CompiledPlan:
         self.layout.wait_for_parameters()
         if is_synchronized and any(self.plan.wires):
             if any(wire is not None and WIRES[wire].is_dithered for wire in self.plan.wires):
-                self.turns.advance(local_tensors(self.params))
+                self.turns.advance(alike_on_axes(self.params))
             self.reducer.lost.begin()
         if not self.snapshots or not is_synchronized:
             return []

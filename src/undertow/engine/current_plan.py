@@ -366,7 +366,7 @@ class CurrentPlan:
         # each search continues after the one that was found
         return all(each in planned for each in wanted)
 
-    def require_alike(
+    def require_alike(  # the two ends of a comparison
         self,
         plan: Plan,
         params: Sequence[Tensor],
@@ -374,11 +374,12 @@ class CurrentPlan:
         *,
         new: Sequence[str] = (),
         remedy: str = BUILD_ALIKE,
+        is_of_axis: bool = False,
     ) -> None:
         """Compares the parameters and settings of all ranks, and the names of `new` parameters.
 
-        A collective call. Raises PlanMismatch, on every rank, if ranks differ; if tensors do, the
-        error has this `remedy`.
+        A collective call, with `is_of_axis` of the data axis only. Raises PlanMismatch, on every
+        rank, if ranks differ; if tensors do, the error has this `remedy`.
         """
         hook = reducer.hook
         settings = {
@@ -387,7 +388,13 @@ class CurrentPlan:
             **self.compiled.reducer.config.to_dict(),
         }
         self.members.require_alike(
-            self.group, plan.params, params, settings, new=new, remedy=remedy
+            self.group,
+            plan.params,
+            params,
+            settings,
+            new=new,
+            remedy=remedy,
+            is_of_axis=is_of_axis,
         )
 
     def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> Change:

@@ -203,7 +203,7 @@ class ModuleParams:
             found.append(spec)
         return found
 
-    def require_alike(
+    def require_alike(  # noqa: PLR0913  # the two ends of a comparison
         self,
         group: OwnGroup,
         specs: Sequence[ParamSpec],
@@ -212,6 +212,7 @@ class ModuleParams:
         *,
         new: Sequence[str] = (),
         remedy: str = BUILD_ALIKE,
+        is_of_axis: bool = False,
     ) -> None:
         """Compares these parameters and settings, frozen parameters and buffers of all ranks.
 
@@ -229,6 +230,7 @@ class ModuleParams:
             ],
             new=new,
             remedy=remedy,
+            is_of_axis=is_of_axis,
         )
 
     def read_again(self) -> None:

@@ -75,7 +75,8 @@ def _require_described_alike(plans: CurrentPlan, change: Change | None) -> None:
         plan, reducer = change.plan, change.reducer
         params = tuple(param for _, param in change.named_params)
     names = [name for name, _ in plans.new_params()]
-    plans.require_alike(plan, params, reducer, new=names, remedy=CHANGE_ALIKE)
+    # Only this data axis is here: other places of a mesh have other synchronizations.
+    plans.require_alike(plan, params, reducer, new=names, remedy=CHANGE_ALIKE, is_of_axis=True)
 
 
 def _require_same_values(plans: CurrentPlan, told: Round) -> None:

@@ -26,6 +26,7 @@ class StopRequest:
         self.is_closed = False  # nothing synchronizes the model any more
         self.grace_s: float | None = None  # after a signal, if the user has told it
         self._group, self._is_of_replica = group, is_of_replica
+        self.is_on_mesh = group.everyone is not group  # which other axes share
         self._is_here = False  # a signal has arrived on this rank
         self._is_known = False  # on any rank, as far as this one has read
         self._synchronized_s = time.monotonic()

@@ -21,6 +21,7 @@ from undertow.config import SyncConfig, refused
 from undertow.errors import WrongType, require, suggestion
 from undertow.mesh.local_tensors import distributed
 from undertow.torch_private import dtensors, fsdp, tables
+from undertow.wire import AUTO
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: object | None) -> DeviceMesh | None:
@@ -85,6 +86,13 @@ def require_fits(
         raise refused("outer", "tensor_parallel", where=where)
     if config.experts:
         raise refused("experts", "tensor_parallel", where=where)
+    require(
+        config.wire != AUTO,
+        'wire="auto" does not work with parameters that are DTensors: the places of the other axes '
+        "would choose on their own, and a parameter that all of them hold would drift apart.",
+        where=where,
+        remedy='Set wire="int8", or leave wire out.',
+    )
 
 
 def require_distributed_before(
@@ -138,21 +146,26 @@ def everyone(params: Iterable[Tensor], ranks: tuple[int, ...]) -> tuple[int, ...
     A mesh knows its neighbors if it is a part of a larger one. Otherwise these are the ranks of the
     data axis only.
     """
-    meshes = dict.fromkeys(param.device_mesh for param in _dtensors(params))
     found = set(ranks)
-    for mesh in meshes:
-        whole = dtensors.root_of(mesh).mesh
-        places = [(whole == rank).nonzero().tolist() for rank in ranks]
+    # By the whole mesh: its axes on which some parameter is distributed. Parameters may be on
+    # different ones, and all ranks must find the same set.
+    varying: dict[Any, list[bool]] = {}
+    for mesh in dict.fromkeys(param.device_mesh for param in _dtensors(params)):
+        root = dtensors.root_of(mesh)
+        own = _places_of(mesh.mesh.flatten().tolist(), root.mesh)
+        varies = [len(set(axis)) > 1 for axis in zip(*own, strict=True)]
+        before = varying.setdefault(root, [False] * len(varies))
+        varying[root] = [one or other for one, other in zip(before, varies, strict=True)]
+    for root, varies in varying.items():
+        places = [(root.mesh == rank).nonzero().tolist() for rank in ranks]
         if not all(places):
             return ranks
-        own = _places_of(mesh.mesh.flatten().tolist(), whole)
-        varies = [len(set(axis)) > 1 for axis in zip(*own, strict=True)]
         for (place,) in places:
             at = tuple(
                 slice(None) if is_other else index
                 for index, is_other in zip(place, varies, strict=True)
             )
-            found.update(whole[at].flatten().tolist())
+            found.update(root.mesh[at].flatten().tolist())
     return tuple(sorted(found))
 
 

@@ -77,6 +77,23 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return dtensors.local_of(tensor) if dtensors.is_dtensor(tensor) else tensor
 
 
+def alike_on_axes(params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns this rank's parts of the parameters that all places of the other axes hold whole, or
+    of all parameters if there are none.
+
+    What is derived from these is the same at all places.
+    """
+    whole = [param for param in params if _is_whole(param)]
+    return local_tensors(whole or params)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    dtensor: Any = tensor.param if isinstance(tensor, LocalParam) else tensor
+    if not dtensors.is_dtensor(dtensor):
+        return True
+    return all(placement.is_replicate() for placement in dtensor.placements)
+
+
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list(map(local_tensor, tensors))
 

@@ -139,7 +139,7 @@ def surroundings(group: OwnGroup) -> dict[str, Any]:
     }
 
 
-def require_agreement(
+def require_agreement(  # noqa: PLR0913  # what ranks compare, each by its name
     group: OwnGroup,
     *,
     settings: dict[str, Any],
@@ -147,14 +147,16 @@ def require_agreement(
     others: Sequence[dict[str, Any]] = (),
     new: Sequence[str] = (),
     remedy: str = BUILD_ALIKE,
+    is_of_axis: bool = False,
 ) -> None:
     """Compares all ranks' settings, parameters and other tensors, and names of new parameters.
 
     A collective call. Raises PlanMismatch, on every rank, if ranks differ; if tensors do, the error
     has this `remedy`. On a mesh the ranks of each data axis must be alike, and the error is raised
-    on all its ranks: those of another axis would wait for ranks that have raised it.
+    on all its ranks: those of another axis would wait for ranks that have raised it. With
+    `is_of_axis` only the ranks of this data axis call it.
     """
-    everyone = group.everyone
+    everyone = group if is_of_axis else group.everyone
     named = [{"name": name} for name in new]
     mine = {"settings": settings, "params": params, "others": others, "new": named}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()

@@ -66,8 +66,10 @@ def take_over(module: Any, reduce: Callable[[Tensor], None]) -> Callable[[], Non
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
     module.set_all_reduce_hook(reduce)
-    before = [(group, group.mesh_info) for group in param_groups(module)]
-    for group, info in before:
+    before = [
+        (group, group.mesh_info, group.post_forward_mesh_info) for group in param_groups(module)
+    ]
+    for group, info, after_forward in before:
         if replicas_of(group) is not None:
             group.mesh_info = FSDPMeshInfo(
                 info.mesh,
@@ -76,9 +78,13 @@ def take_over(module: Any, reduce: Callable[[Tensor], None]) -> Callable[[], Non
                 spmd_mesh=info.spmd_mesh,
             )
             group.mesh_info.reduce_scatter_process_group = info.reduce_scatter_process_group
+            # another mesh would be one to reshard to after forward
+            if after_forward is info:
+                group.post_forward_mesh_info = group.mesh_info
 
     def undo() -> None:
-        for group, info in before:
-            group.mesh_info, group._all_reduce_hook = info, None
+        for group, info, after_forward in before:
+            group.mesh_info, group.post_forward_mesh_info = info, after_forward
+            group._all_reduce_hook = None
 
     return undo
