@@ -2,10 +2,13 @@
 
 import contextlib
 import errno
+import gc
 import io
 import os
+import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,8 @@ from undertow import (
     load_checkpoint,
     save_checkpoint,
 )
+from undertow.checkpoint import files
+from undertow.checkpoint.files import Statuses
 
 SETUPS = {
     "ddp": Setup(strategy="ddp"),
@@ -236,13 +241,79 @@ def test_an_error_that_nobody_has_waited_for_is_raised_by_the_next_save_on_every
 
 @in_ranks(2)
 def test_a_disk_that_fails_at_the_end_is_told_to_the_other_ranks(path: Path) -> None:
-    with trained_by(Setup(), num_steps=1) as (model, optimizer):
+    said = io.StringIO()
+    with trained_by(Setup(), num_steps=1) as (model, optimizer), contextlib.redirect_stderr(said):
         save_checkpoint(path, model, optimizer, extra=1)
         removal = mock.patch.object(Path, "rmdir", side_effect=PermissionError(13, "Permission denied"))
         with removal if dist.get_rank() == 0 else contextlib.nullcontext():
             save = save_checkpoint(path, model, optimizer, extra=2, background=True)
             assert save is not None
+            save.wait()  # the one before is removed but for its folder: the new one is found
+        assert ("PermissionError: [Errno 13] Permission denied" in said.getvalue()) == (dist.get_rank() == 0)
+        assert path.with_name("saved.new").exists()
+        assert load_checkpoint(path, model, optimizer) == 2
+        assert load_checkpoint(path.parent, model, optimizer, which="latest") == 2
+        save_checkpoint(path, model, optimizer, extra=3)
+        assert load_checkpoint(path, model, optimizer) == 3
+        # The one before cannot be removed at all: it is found.
+        index = path / "undertow.json"
+        unlink = Path.unlink
+        refuses = mock.patch.object(Path, "unlink", lambda file: fails() if file == index else unlink(file))
+        with refuses if dist.get_rank() == 0 else contextlib.nullcontext():
+            save = save_checkpoint(path, model, optimizer, extra=4, background=True)
+            assert save is not None
             assert "PermissionError: [Errno 13] Permission denied" in same_text(save.wait)
+        assert load_checkpoint(path, model, optimizer) == 3
+        # No rank has left its large files.
+        assert [file.name for file in path.with_name("saved.new").iterdir() if file.suffix == ".safetensors"] == []
+        save_checkpoint(path, model, optimizer, extra=5)
+        assert load_checkpoint(path, model, optimizer) == 5
+        assert [file.name for file in path.parent.iterdir()] == ["saved"]
+
+
+def fails() -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+@in_ranks(2)
+def test_a_rank_that_cannot_look_at_the_others_files_tells_them(path: Path) -> None:
+    look = mock.patch.object(Statuses, "number_written", side_effect=OSError(errno.ESTALE, "Stale file handle"))
+    with trained_by(Setup(), num_steps=1) as (model, optimizer):
+        with look if dist.get_rank() == 0 else contextlib.nullcontext():
+            save = save_checkpoint(path, model, optimizer, background=True)
+            assert save is not None
+            assert "has failed on rank 0.\n  OSError: [Errno 116] Stale file handle" in same_text(save.wait)
+        assert not has_checkpoint(path)
+
+
+@in_ranks(2)
+def test_a_path_that_differs_between_ranks_is_the_first_ranks(tmp_path: Path) -> None:
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    folders[dist.get_rank()].mkdir()
+    with trained_by(Setup(), num_steps=1) as (model, optimizer), contextlib.chdir(folders[dist.get_rank()]):
+        save = save_checkpoint("saved", model, optimizer, extra=1, background=True, keep=1)
+        assert save is not None
+        os.chdir(tmp_path)
+        save.wait()
+        assert has_checkpoint(folders[0] / "saved")
+        assert load_checkpoint(folders[0] / "saved", model, optimizer) == 1
+        assert [*folders[1].iterdir()] == []
+
+
+@in_ranks(2)
+def test_an_older_one_that_cannot_be_removed_is_told_and_the_save_has_not_failed(path: Path) -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for number in range(2):
+            save_checkpoint(path.with_name(f"step-{number}"), nn.Linear(1, 1))
+        with mock.patch.object(Path, "rmdir", side_effect=PermissionError(13, "Permission denied")):
+            save = save_checkpoint(path, nn.Linear(1, 1), extra=2, background=True, keep=1)
+            assert save is not None
+            save.wait()
+            assert load_checkpoint(path, nn.Linear(1, 1)) == 2
+            save_checkpoint(path.with_name("other"), nn.Linear(1, 1), extra=3, keep=1)
+    assert said.getvalue().count("older ones could not be removed") == (2 if dist.get_rank() == 0 else 0)
+    assert load_checkpoint(path.parent, nn.Linear(1, 1), which="latest") == 3
 
 
 @in_ranks(2)
@@ -362,3 +433,69 @@ def test_one_process_saves_in_the_background_and_ends_after_the_thread(path: Pat
     other = nn.Linear(3, 2)
     assert load_checkpoint(path, other) == {"a": 1}
     assert other.weight.any()
+
+
+def test_a_save_that_has_ended_keeps_no_model(path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save = save_checkpoint(path, model, optimizer, background=True)
+    assert save is not None
+    save.wait()
+    gone = [weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    assert "complete" in repr(save)
+
+
+def test_neighbors_that_are_not_purely_ours_stay_and_only_the_latest_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        save_checkpoint(tmp_path / name, nn.Linear(1, 1))
+    (tmp_path / "a" / "notes.txt").touch()
+    (tmp_path / "b" / "undertow.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    save_checkpoint(tmp_path / "d", nn.Linear(1, 1), keep=1)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b", "d", "link"]
+    assert "undertow.json is of format" in text_of(
+        CheckpointError, lambda: load_checkpoint(tmp_path, nn.Linear(1, 1), which="latest")
+    )
+
+
+def test_a_link_is_not_the_latest(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "saved", nn.Linear(1, 1))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "saved")
+    assert not has_checkpoint(tmp_path / "run", "latest")
+
+
+def test_one_that_vanishes_between_finding_and_reading_is_skipped(tmp_path: Path) -> None:
+    for number in range(3):
+        save_checkpoint(tmp_path / f"step-{number}", nn.Linear(1, 1), extra=number)
+    head = files._head
+
+    def vanishes(folder: Path) -> Any:
+        """Another job's save removes the newest, and renames the one before, at this moment."""
+        if folder.name == "step-2":
+            shutil.rmtree(folder)
+        elif folder.name == "step-1":
+            folder.rename(tmp_path / "step-1.new")
+        return head(folder)
+
+    with mock.patch.object(files, "_head", vanishes):
+        assert load_checkpoint(tmp_path, nn.Linear(1, 1), which="latest") == 1
+
+
+def test_a_rank_first_waits_for_its_own_save_and_a_name_with_new_is_refused(path: Path) -> None:
+    write = os.write
+    with mock.patch.object(os, "write", lambda *args: (time.sleep(0.05), write(*args))[1]):
+        save_checkpoint(path, nn.Linear(1, 1), background=True)
+        assert has_checkpoint(path)
+    text = text_of(CheckpointError, lambda: save_checkpoint(path.with_name("saved.new"), nn.Linear(1, 1)))
+    assert text.startswith("saved.new is not a name for a checkpoint: ")
+    with contextlib.chdir(path):
+        text_of(CheckpointError, lambda: save_checkpoint(".", nn.Linear(1, 1)))
+        load_checkpoint(".", nn.Linear(1, 1))
+    with mock.patch.object(os, "write", side_effect=FULL):
+        save_checkpoint(path, nn.Linear(1, 1), background=True)
+        assert has_checkpoint(path)  # the one before
+    text_of(CheckpointError, lambda: save_checkpoint(path, nn.Linear(1, 1)))  # the error is not lost

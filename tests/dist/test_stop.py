@@ -154,6 +154,54 @@ def test_a_handler_that_was_installed_after_is_called_once() -> None:
         model.close()
 
 
+@in_ranks(2)
+def test_handlers_that_call_each_other_do_not_end_the_process_while_a_model_is_open() -> None:
+    with handlers_of_before():
+        first = DistributedDataParallel(net())
+        stop_on_signal(first)
+        before = signal.getsignal(signal.SIGTERM)
+        called: list[int] = []
+
+        def users(number: int, frame: Any) -> None:
+            called.append(number)
+            before(number, frame)  # type: ignore[operator]
+
+        signal.signal(signal.SIGTERM, users)
+        second = DistributedDataParallel(net())
+        stop_on_signal(second)
+        first.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert called == [signal.SIGTERM]
+        second.close()
+        assert ending_of_a_child() == -signal.SIGTERM
+
+
+class Request:
+    """What a handler asks, of a model that a forked process could have."""
+
+    is_closed = False
+    is_asked = False
+
+    def ask(self) -> None:
+        self.is_asked = True
+
+
+def test_in_a_forked_process_the_handlers_of_its_parent_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_parent, of_child = Request(), Request()
+    requests = iter([of_parent, of_child])
+    monkeypatch.setattr("undertow.ddp.signals._request_of", lambda model: next(requests))
+    with handlers_of_before():
+        stop_on_signal(nn.Linear(1, 1))
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                stop_on_signal(nn.Linear(1, 1))
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(7 if of_child.is_asked and not of_parent.is_asked else 3)
+            os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def ending_of_a_child() -> int:
     """The exit code of a forked process that gets SIGTERM."""
     child = os.fork()

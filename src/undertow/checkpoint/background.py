@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from undertow.checkpoint import files
@@ -22,6 +22,8 @@ from undertow.ranks import faults
 
 _LOOK_S = (0.005, 0.25)  # between two looks at the other ranks' files: the first, and the longest
 _GRACE_S = 5.0  # for the other ranks, when one of them is known to be gone
+_MOST_STILL_S = 300.0  # without progress of any rank, for threads that wait for other ranks
+_RENAME_S = 1.0  # for rank 0, to give a complete folder its name
 _ENDS_LATER = (
     "Training may go on. If the disk only is slow, wait again; else look for the reason there, and "
     "start again from the checkpoint before."
@@ -56,6 +58,7 @@ class BackgroundSave:
     def __init__(self, task: Task, own_files: Mapping[str, Contents]) -> None:
         self.path = task.path
         self._task, self._files = task, dict(own_files)
+        self._names = tuple(own_files)
         self._process = os.getpid()
         self._does = "begins"
         self._progress_s = time.monotonic()
@@ -123,6 +126,9 @@ class BackgroundSave:
             error = self._saved()
         except BaseException as raised:  # whatever it is: somebody waits for the end
             error = self._described(raised)
+        # Whoever keeps this object keeps no model.
+        self._files.clear()
+        self._task = replace(self._task, finish=_nothing, is_hopeless=_nothing)
         self._error = error
         self._has_ended.set()
         if error and self._task.rank == 0:
@@ -141,10 +147,14 @@ class BackgroundSave:
             is_told = self._tells(error)
         if self._task.rank:
             return self._outcome() if is_told else error
-        error = error or self._of_others() or self._finished()
+        try:
+            error = error or self._of_others() or self._finished()
+        except Exception as raised:  # the other ranks wait
+            error = self._described(raised)
         if error:
             with suppress(OSError):
                 self._task.statuses.fail_all(error)
+            self._drop()
         return error
 
     def _tells(self, error: str) -> bool:
@@ -157,13 +167,10 @@ class BackgroundSave:
         return True
 
     def _finished(self) -> str:
-        """Completes the checkpoint, on rank 0; returns the error, or nothing."""
+        """Completes the checkpoint, on rank 0; returns no error."""
         self._does = "completes the folder"
-        try:
-            self._task.statuses.remove()
-            self._task.finish()
-        except Exception as raised:
-            return self._described(raised)
+        self._task.statuses.remove()
+        self._task.finish()
         return ""
 
     def _write(self) -> None:
@@ -180,11 +187,13 @@ class BackgroundSave:
             self._task.statuses.note_progress()
 
     def _drop(self) -> None:
-        """Makes room: on a full disk the other ranks, and the error, need some."""
-        for name in self._files:
-            with suppress(OSError):
-                (self._task.statuses.folder / name).unlink()
+        """Removes this rank's files, unless the checkpoint is complete: on a full disk the other
+        ranks, and the error, need room."""
         self._files.clear()
+        folder = self._task.statuses.folder
+        for name in () if files.is_of_save(folder, self._task.token) else self._names:
+            with suppress(OSError):
+                (folder / name).unlink()
 
     def _of_others(self) -> str:
         """Waits, on rank 0, for the files of the other ranks; returns the first error."""
@@ -201,12 +210,22 @@ class BackgroundSave:
     def _outcome(self) -> str:
         """Waits, on another rank than rank 0, until the checkpoint is complete or has failed."""
         self._does = "waits for rank 0, which completes the folder"
+        folder, token = self._task.statuses.folder, self._task.token
+        complete_s: float | None = None  # since when it is complete under its first name
 
         def look() -> str | None:
-            if files.is_of_save(self.path, self._task.token):
+            nonlocal complete_s
+            if files.is_of_save(self.path, token):
                 return ""
+            if files.found_at(self.path) == folder and files.is_of_save(folder, token):
+                complete_s = complete_s or time.monotonic()
+                # Later than usual: rank 0 could not put it in place, and a load finds it.
+                return "" if time.monotonic() - complete_s > _RENAME_S else None
             failed = self._task.statuses.texts([0])
-            return failed[0] or self._silent(0) if failed else None
+            if not failed:
+                return None
+            self._drop()
+            return failed[0] or self._silent(0)
 
         return self._looked(look)
 
@@ -221,11 +240,8 @@ class BackgroundSave:
             now = self._task.statuses.times()
             if now != before:
                 self._progress_s, before = time.monotonic(), now
-            limit_s = (
-                min(self._task.limit_s, _GRACE_S)
-                if self._task.is_hopeless()
-                else self._task.limit_s
-            )
+            most_s = _GRACE_S if self._task.is_hopeless() else _MOST_STILL_S
+            limit_s = min(self._task.limit_s, most_s)
             still_s = time.monotonic() - self._progress_s
             if still_s > limit_s:
                 return _text(
@@ -254,6 +270,10 @@ class BackgroundSave:
         )
 
 
+def _nothing() -> bool:
+    return False
+
+
 def _text(what: str, *, where: str, remedy: str) -> str:
     return str(CheckpointError(what, where=where, remedy=remedy))
 
@@ -266,6 +286,12 @@ class LastSave:
 
     def set(self, save: BackgroundSave) -> None:
         self._saves = [save]
+
+    def wait(self) -> None:
+        """Waits for it; its error is still to be told."""
+        for save in self._saves:
+            if save.is_of_this_process:
+                save.ended()
 
     def settled(self) -> tuple[float, str]:
         """Waits for it. Returns the seconds of the wait, and its error if no `wait` has raised it.

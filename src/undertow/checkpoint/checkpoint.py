@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from undertow.checkpoint import files
-from undertow.checkpoint.background import BackgroundSave
+from undertow.checkpoint.background import LAST, BackgroundSave
 from undertow.checkpoint.loading import Loading
 from undertow.checkpoint.ranks import CheckpointRanks
 from undertow.checkpoint.saving import Saving
@@ -79,20 +79,23 @@ def save_checkpoint(
         extra: Any JSON value, such as counters or a scheduler's state. The first rank's is stored.
         background: True lets threads write, and training continue.
         keep: The number of checkpoints to keep in the folder around `path`. After the save, older
-            complete ones are removed; None removes none.
+            complete ones are removed; None removes none. Use one folder per run.
 
     Returns:
         With `background=True` the save, to wait for; else None.
 
     Raises:
         CheckpointError: On every rank, if saving fails on one, or if the save in the background
-            before this one has failed, or hangs.
+            before this one has failed, or hangs, or if the name of `path` ends in ".new".
         PlanMismatch: On every rank, if the ranks' optimizers have different settings.
         ConfigError: If `keep` is not a number from 1 on.
     """
     _require_keep(keep)
     optimizers = _listed(optimizer)
-    ranks = CheckpointRanks.meet(Path(path), model, optimizers, to="save a checkpoint")
+    target = Path(path)
+    if target.name:  # else it is the working folder, which is refused: it would be replaced
+        target = target.absolute()
+    ranks = CheckpointRanks.meet(target, model, optimizers, to="save a checkpoint")
     ranks.settle_background()
     saving = Saving(ranks, model, optimizers, keep=keep)
     folder = saving.prepare(extra)
@@ -105,6 +108,9 @@ def save_checkpoint(
 def has_checkpoint(path: str | PathLike[str], which: Literal["latest"] | None = None) -> bool:
     """Returns True if `load_checkpoint` has something to load; never communicates.
 
+    Call it on every rank, and `wait()` for a save in the background before. It waits for the one of
+    this process, and its error is still raised by the next save or load.
+
     A save that was interrupted counts if it left a complete checkpoint. A damaged checkpoint counts
     too; loading it raises.
 
@@ -113,9 +119,11 @@ def has_checkpoint(path: str | PathLike[str], which: Literal["latest"] | None = 
         which: "latest" looks for complete checkpoints in the folders in `path`.
     """
     _require_which(which)
+    target = Path(path).absolute()
+    LAST.wait()
     if which is None:
-        return files.found_at(Path(path)) is not None
-    return files.has_complete(Path(path))
+        return files.found_at(target) is not None
+    return files.has_complete(target)
 
 
 def load_checkpoint(
@@ -150,7 +158,7 @@ def load_checkpoint(
             model or the optimizer does not match the checkpoint. Nothing is changed then.
     """
     _require_which(which)
-    target, optimizers = Path(path), _listed(optimizer)
+    target, optimizers = Path(path).absolute(), _listed(optimizer)
     ranks = CheckpointRanks.meet(target, model, optimizers, to="load a checkpoint")
     ranks.settle_background()
 

@@ -28,6 +28,7 @@ from undertow.checkpoint.index import why_not_an_index
 from undertow.checkpoint.tensors import Progress, write_safetensors
 from undertow.errors import CheckpointError, require
 from undertow.foreign import MOST_LEVELS, parsed_json
+from undertow.ranks import faults
 
 MODEL = "model.safetensors"
 OUTER = "outer.safetensors"
@@ -59,11 +60,23 @@ def new_folder(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
+def path_of(new: Path) -> Path:
+    """Returns the path of the checkpoint that is written in the folder `new`."""
+    return new.with_name(new.name.removesuffix(".new"))
+
+
 def folder_for_saving(path: Path) -> Path:
     """Creates an empty folder next to `path`; first ends a save that was interrupted.
 
     Raises CheckpointError if a folder holds foreign files, because saving would remove them.
     """
+    require(
+        not path.name.endswith(".new"),
+        f"{path.name} is not a name for a checkpoint: a name with .new is of an incomplete one.",
+        where=f"save_checkpoint({str(path)!r})",
+        remedy="Save to a path whose name has another end.",
+        error=CheckpointError,
+    )
     new = new_folder(path)
     for folder in (path, new):
         _require_removable(folder)
@@ -89,22 +102,40 @@ def write_tensors(
 
 
 def put_in_place(path: Path, index: str) -> None:
-    """Completes the folder next to `path` with its index, and replaces `path` by it."""
+    """Completes the folder next to `path` with its index, and replaces `path` by it.
+
+    An error after which the new checkpoint is the one that is found is told, and not raised.
+    """
     new = new_folder(path)
     unnamed = new / f"{INDEX}.tmp"
     unnamed.write_text(index, encoding="utf-8")
     _sync(unnamed)
     os.rename(unnamed, new / INDEX)
     _sync(new)
-    _replace(path, new)
+    try:
+        _replace(path, new)
+    except OSError as error:
+        if _is_complete(new) and _is_complete(path):  # the one before is found
+            os.unlink(new / INDEX)
+            raise
+        faults.tell(
+            f"the checkpoint of {path} is complete, but its folder could not be put in place.\n"
+            f"  {type(error).__name__}: {error}\n"
+            f"  load_checkpoint finds it. Look into {path} and {new.name} before the next save."
+        )
 
 
 def found_at(path: Path) -> Path | None:
     """Returns the folder of a complete checkpoint; without one, `path` if it exists."""
-    complete = [folder for folder in (path, new_folder(path)) if _is_complete(folder)]
-    if not complete and os.path.lexists(path):
-        return path
-    return complete[0] if complete else None
+    complete = _complete_at(path)
+    return path if complete is None and os.path.lexists(path) else complete
+
+
+def _complete_at(path: Path) -> Path | None:
+    """Returns the folder of a complete checkpoint."""
+    # `path` twice: between two looks a save may give the new one its name.
+    folders = (path, new_folder(path), path)
+    return next((folder for folder in folders if _is_complete(folder)), None)
 
 
 def index_text(token: str, saved_ns: int, fields: Mapping[str, object]) -> str:
@@ -142,28 +173,61 @@ def _head(folder: Path) -> tuple[str, int] | None:
     return None if match is None else (match[1].decode(), int(match[2]))
 
 
-def complete_in(folder: Path) -> list[Path]:
+def complete_in(folder: Path, *, skips_foreign: bool = False) -> list[Path]:
     """Returns the complete checkpoints in a folder of checkpoints, the newest first.
 
-    Raises CheckpointError for an index of another kind: its age is not known.
+    An index of another kind does not tell its age. CheckpointError is raised for it, unless such
+    checkpoints, and those with foreign files, are to be skipped.
     """
-    names = {file.name.removesuffix(".new") for file in folder.iterdir()} if folder.is_dir() else ()
     found = []
-    for name in names:
-        complete = found_at(folder / name)
-        if complete is not None and _is_complete(complete) and not complete.is_symlink():
-            head = _head(complete)
-            if head is None:
-                read_index(complete)  # tells why
-                raise broken(complete / INDEX, "does not begin as save_checkpoint writes it")
-            found.append((head[1], folder / name))
+    for path in _paths_in(folder):
+        try:
+            time_ns = _saved_ns_at(path)
+            if skips_foreign:
+                _require_removable(path)
+                _require_removable(new_folder(path))
+        except (CheckpointError, OSError):
+            if not skips_foreign:
+                raise
+            continue
+        if time_ns is not None:
+            found.append((time_ns, path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def has_complete(folder: Path) -> bool:
     """Returns True if a folder of checkpoints has a complete one."""
-    is_folder = folder.is_dir()
-    return any(map(_is_complete, sorted(folder.iterdir()))) if is_folder else False
+    return any(_own_complete_at(path) is not None for path in _paths_in(folder))
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    """Returns the paths in a folder of checkpoints that may have one."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    names = {file.name.removesuffix(".new") for file in found}
+    return [folder / name for name in sorted(names - {""})]
+
+
+def _own_complete_at(path: Path) -> Path | None:
+    """Returns the folder of a complete checkpoint, unless it is a link: it is of another folder."""
+    complete = _complete_at(path)
+    return None if complete is None or complete.is_symlink() else complete
+
+
+def _saved_ns_at(path: Path) -> int | None:
+    """Returns the time of a save, or None without a complete one; raises CheckpointError for a
+    foreign index."""
+    # A save may remove or rename it between finding and reading: then look once more.
+    for is_last in (False, True):
+        complete = _own_complete_at(path)
+        if complete is None:
+            return None
+        head = _head(complete)
+        if head is not None:
+            return head[1]
+        if is_last and _is_complete(complete):
+            read_index(complete)  # tells why
+            raise broken(complete / INDEX, "does not begin as save_checkpoint writes it")
+    return None
 
 
 def latest_in(folder: Path) -> Path:
@@ -181,7 +245,7 @@ def latest_in(folder: Path) -> Path:
 def saved_ns(path: Path, now_ns: int) -> int:
     """Returns the time of a save to `path`: now, but after all others next to it, whatever clocks
     say."""
-    folder = path.absolute().parent
+    folder = path.parent
     others = map(_head, folder.iterdir()) if folder.is_dir() else ()
     times = [1 + head[1] for head in others if head is not None and head[1] < _LAST_NS]
     return max([now_ns, *times])
@@ -189,13 +253,12 @@ def saved_ns(path: Path, now_ns: int) -> int:
 
 def remove_older(path: Path, keep: int) -> None:
     """Removes the complete checkpoints next to `path` except `keep` of them: `path`, which has just
-    been saved, and the newest others."""
-    folder = path.absolute().parent
-    older = [each for each in complete_in(folder) if each.name != path.name]
+    been saved, and the newest others. Folders with foreign files do not count."""
+    neighbors = complete_in(path.parent, skips_foreign=True)
+    older = [each for each in neighbors if each.name != path.name]
     for each in older[keep - 1 :]:
         for found in (each, new_folder(each)):
-            if _is_complete(found) and not found.is_symlink():
-                _require_removable(found)
+            if _is_complete(found):
                 _remove(found)
 
 
@@ -358,9 +421,12 @@ class Statuses:
         os.rename(writing, self._of(self._rank, "failed" if text else "written"))
 
     def fail_all(self, text: str) -> None:
-        """Called on rank 0 when the save has failed on some rank, or at the end."""
+        """Called on rank 0 when the save has failed on some rank, or at the end.
+
+        A complete folder stays as it is: with one file more, no load would take it.
+        """
         written, failed = self._of(0, "written"), self._of(0, "failed")
-        if not failed.exists():
+        if not failed.exists() and not _is_complete(self.folder):
             with suppress(OSError):  # such as a full disk: the name tells it
                 written.write_text(text, encoding="utf-8")
             os.rename(written, failed)

@@ -10,6 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from undertow.checkpoint.tensors import require_stored
 from undertow.engine.step_settings import require_same_settings, settings_of, text_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import OuterSync, outer_of
+from undertow.ranks import faults
 from undertow.torch_private import private, tables
 
 
@@ -122,12 +124,6 @@ class Saving:
         if rank in self._entries:
             put(files.optimizer_file(rank), self._of_state)
 
-    def _finish(self) -> None:
-        """Completes the folder, on the first rank."""
-        files.put_in_place(self._ranks.path, self._text)
-        if self._keep is not None:
-            files.remove_older(self._ranks.path, self._keep)
-
     def write(self, folder: Path) -> None:
         """Writes and completes the checkpoint. Raises the same error on every rank."""
 
@@ -135,7 +131,7 @@ class Saving:
             files.write_tensors(folder / name, *of_file)
 
         self._ranks.agree(lambda: self._each_own_file(put))
-        self._ranks.agree_on_first(self._finish)
+        self._ranks.agree_on_first(partial(_finish, self._ranks.path, self._text, self._keep))
 
     def write_in_background(self, folder: Path) -> BackgroundSave:
         """Copies the files of this rank; a thread writes them."""
@@ -149,18 +145,34 @@ class Saving:
 
         ranks.agree(copy)
         task = Task(
-            path=ranks.path,
+            path=files.path_of(folder),  # the first rank's, whatever this one's is
             token=self._token,
             rank=ranks.rank,
             num_ranks=ranks.size,
             statuses=statuses,
-            finish=self._finish,
+            # Not a method: the thread needs no model.
+            finish=partial(_finish, ranks.path, self._text, self._keep),
             limit_s=ranks.limits.stall_timeout_s,
             is_hopeless=ranks.has_lost_one,
         )
         save = BackgroundSave(task, copies)
         LAST.set(save)
         return save
+
+
+def _finish(path: Path, index: str, keep: int | None) -> None:
+    """Completes the folder, on the first rank."""
+    files.put_in_place(path, index)
+    if keep is None:
+        return
+    try:
+        files.remove_older(path, keep)
+    except Exception as error:  # the checkpoint is saved, whatever is left next to it
+        faults.tell(
+            f"the checkpoint of {path} is saved, but older ones could not be removed.\n"
+            f"  {type(error).__name__}: {error}\n"
+            f"  Remove them yourself; the next save with keep={keep} tries it again."
+        )
 
 
 def _without_repeats(

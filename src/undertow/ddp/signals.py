@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 from torch import nn
 
@@ -21,6 +22,9 @@ from undertow.sync.gradient_sync import GradientSync
 _WHERE = "stop_on_signal"
 # Python's own handlers end the process, which is what this replaces.
 _ENDINGS = (signal.SIG_DFL, signal.default_int_handler)
+# Whom a signal asks, by its number and the process: handlers may call each other, and a forked
+# process has the handlers of its parent.
+_requests: dict[tuple[int, int], weakref.WeakSet[StopRequest]] = {}
 
 
 def stop_on_signal(
@@ -67,24 +71,26 @@ def stop_on_signal(
     )
     for number in numbers:
         handler = signal.getsignal(number)
-        if not isinstance(handler, _Handler) or handler.process != os.getpid():
+        while isinstance(handler, _Handler) and handler.process != os.getpid():
+            handler = handler.earlier
+        if not isinstance(handler, _Handler):
             handler = _Handler(number, handler)
-        handler.requests.add(request)
+        _requests.setdefault((number, os.getpid()), weakref.WeakSet()).add(request)
         signal.signal(number, handler)
     if seconds is not None:
         request.follow_grace(seconds)
 
 
 class _Handler:
-    """Python's handler of one signal, which asks the models that are open.
+    """Python's handler of one signal, which asks the models that are open in this process.
 
-    If none is open, or in a child process, the signal does what it did before.
+    If none is open, the signal does what it did before.
     """
 
-    def __init__(self, number: int, earlier: object) -> None:
-        self.requests = weakref.WeakSet[StopRequest]()
+    def __init__(self, number: int, earlier: Any) -> None:
         self.process = os.getpid()
-        self._earlier = earlier
+        self.earlier = earlier
+        self._number = number
         if earlier is None:
             warnings.warn(
                 f"an earlier handler of {_name(number)} was not installed by Python: it is not "
@@ -94,13 +100,13 @@ class _Handler:
             )
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        is_parent = os.getpid() == self.process
-        asked = [request for request in self.requests if is_parent and not request.is_closed]
+        requests = _requests.get((self._number, os.getpid()), ())
+        asked = [request for request in requests if not request.is_closed]
         for request in asked:
             request.ask()
-        if callable(self._earlier) and not (asked and self._earlier in _ENDINGS):
-            self._earlier(number, frame)
-        elif self._earlier is signal.SIG_DFL and not asked:
+        if callable(self.earlier) and not (asked and self.earlier in _ENDINGS):
+            self.earlier(number, frame)
+        elif self.earlier is signal.SIG_DFL and not asked:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
