@@ -471,7 +471,7 @@ def test_a_link_is_not_the_latest(tmp_path: Path) -> None:
 def test_one_that_vanishes_between_finding_and_reading_is_skipped(tmp_path: Path) -> None:
     for number in range(3):
         save_checkpoint(tmp_path / f"step-{number}", nn.Linear(1, 1), extra=number)
-    head = files._head
+    head = files.head_of
 
     def vanishes(folder: Path) -> Any:
         """Another job's save removes the newest, and renames the one before, at this moment."""
@@ -481,7 +481,7 @@ def test_one_that_vanishes_between_finding_and_reading_is_skipped(tmp_path: Path
             folder.rename(tmp_path / "step-1.new")
         return head(folder)
 
-    with mock.patch.object(files, "_head", vanishes):
+    with mock.patch.object(files, "head_of", vanishes):
         assert load_checkpoint(tmp_path, nn.Linear(1, 1), which="latest") == 1
 
 

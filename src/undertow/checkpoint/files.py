@@ -157,11 +157,11 @@ def index_text(token: str, saved_ns: int, fields: Mapping[str, object]) -> str:
 
 def is_of_save(path: Path, token: str) -> bool:
     """Returns True if the checkpoint at `path` is complete and of this save."""
-    head = _head(path)
+    head = head_of(path)
     return head is not None and head[0] == token
 
 
-def _head(folder: Path) -> tuple[str, int] | None:
+def head_of(folder: Path) -> tuple[str, int] | None:
     """Returns the token and the time of a save by the start of its index; None if it has none."""
     if not _is_complete(folder):
         return None
@@ -221,7 +221,7 @@ def _saved_ns_at(path: Path) -> int | None:
         complete = _own_complete_at(path)
         if complete is None:
             return None
-        head = _head(complete)
+        head = head_of(complete)
         if head is not None:
             return head[1]
         if is_last and _is_complete(complete):
@@ -246,7 +246,7 @@ def saved_ns(path: Path, now_ns: int) -> int:
     """Returns the time of a save to `path`: now, but after all others next to it, whatever clocks
     say."""
     folder = path.parent
-    others = map(_head, folder.iterdir()) if folder.is_dir() else ()
+    others = map(head_of, folder.iterdir()) if folder.is_dir() else ()
     times = [1 + head[1] for head in others if head is not None and head[1] < _LAST_NS]
     return max([now_ns, *times])
 
