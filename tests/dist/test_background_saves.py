@@ -373,6 +373,7 @@ def test_several_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
         assert load_checkpoint(folder, model, optimizer, which="latest") == 4
         dist.barrier()
         assert sorted(file.name for file in folder.iterdir()) == ["step-2", "step-3", "step-4"]
+        dist.barrier()  # all ranks have looked
         if dist.get_rank() == 0:
             (folder / "notes").mkdir()
             (folder / "notes" / "undertow.json.txt").touch()
