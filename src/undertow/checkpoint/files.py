@@ -433,30 +433,35 @@ class Statuses:
 
     def remove(self) -> None:
         """Called on rank 0 after all have written."""
-        for file in self.folder.glob(f"save-{self._token}-*.written"):
+        for file in self._present("*.written"):
             file.unlink()
 
     def texts(self, ranks: Iterable[int]) -> dict[int, str]:
         """Returns the errors of the ranks that have failed."""
         found = {}
         for rank in ranks:
-            file = self._of(rank, "failed")
-            if file.exists():
-                found[rank] = file.read_text(encoding="utf-8", errors="replace")
+            with suppress(FileNotFoundError):
+                text = self._of(rank, "failed").read_text(encoding="utf-8", errors="replace")
+                found[rank] = text
         return found
 
     def number_written(self) -> int:
-        return len(list(self.folder.glob(f"save-{self._token}-*.written")))
+        return len(self._present("*.written"))
 
     def times(self) -> dict[str, int]:
         """Returns the last change of each rank's file; another result is progress."""
         found = {}
-        for file in self.folder.glob(f"save-{self._token}-*"):
-            try:
+        for file in self._present("*"):
+            with suppress(FileNotFoundError):  # it has just got its other name
                 found[file.name] = file.stat().st_mtime_ns
-            except FileNotFoundError:  # it has just got its other name
-                continue
         return found
+
+    def _present(self, pattern: str) -> list[Path]:
+        """Returns the files of this save; none when rank 0 has just renamed the folder."""
+        try:
+            return list(self.folder.glob(f"save-{self._token}-{pattern}"))
+        except FileNotFoundError:
+            return []
 
     def _of(self, rank: int, state: str) -> Path:
         return self.folder / f"save-{self._token}-{rank}.{state}"
