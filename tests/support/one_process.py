@@ -216,7 +216,7 @@ class FakeGroup:
         self.watch = FakeWatch(rank.world, rank.number)
         self.here = SimpleNamespace(progress=None, thread=None, module=None)
         self.borrowers: set[str] = set()
-        self.everyone = self
+        self.everyone, self.is_on_mesh = self, False
 
     def open(self) -> None:
         assert self.num_ranks > 1, "one rank needs no group"

@@ -126,7 +126,7 @@ class BackgroundSave:
             error = self._saved()
         except BaseException as raised:  # whatever it is: somebody waits for the end
             error = self._described(raised)
-        # Whoever keeps this object keeps no model.
+        # A user may keep this object for long: it must not hold the model.
         self._files.clear()
         self._task = replace(self._task, finish=_nothing, is_hopeless=_nothing)
         self._error = error

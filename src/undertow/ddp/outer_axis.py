@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from undertow.buckets.fingerprints import fingerprints
 from undertow.config import SyncConfig
-from undertow.engine.checks import mismatch
+from undertow.engine.checks import unlike_values
 from undertow.errors import Desync, ReplicaMismatch, WrongType, require
 from undertow.mesh.axes import everyone
 from undertow.mesh.local_tensors import local_tensor, local_tensors
@@ -167,27 +166,22 @@ class OuterAxis:
             ],
         )
         params = {
-            label: local_tensor(param)
+            label: param
             for label, param in zip(labels, self._params, strict=True)
             if not param.is_meta
         }
         what = "the comparison of the replicas' parameters"
-        values = fingerprints(list(params.values()), device=group.device)
-        rows = group.all_gather(values, what).result().tolist()
-        errors = [
-            mismatch(
-                name,
-                dict(zip(group.names, of_ranks, strict=True)),
-                where=_WHERE,
-                remedy="Initialize all replicas with the same seed, or load the same weights.",
-            )
-            for name, of_ranks in zip(params, zip(*rows, strict=True), strict=True)
-            if len(set(of_ranks)) > 1
-        ]
+        error = unlike_values(
+            group,
+            params,
+            what,
+            where=_WHERE,
+            remedy="Initialize all replicas with the same seed, or load the same weights.",
+        )
         # Ranks with other shards would wait for these in the first forward.
-        told = gather_json(group.everyone, str(errors[0]) if errors else "", waits_for=what)
+        told = gather_json(group.everyone, "" if error is None else str(error), waits_for=what)
         if any(told):
-            raise errors[0] if errors else ReplicaMismatch(next(filter(None, told)))
+            raise error or ReplicaMismatch(next(filter(None, told)))
 
     @private.untraced
     @torch.no_grad()

@@ -124,7 +124,7 @@ def _request_of(model: object) -> StopRequest:
         )
     sync._own.require_open("stop_on_signal()")
     require(
-        not sync._own.stop.is_on_mesh,
+        not sync._own.group.is_on_mesh,
         "stop_on_signal() does not work beside tensor parallelism: the places of the other axes "
         "would not stop in the same step.",
         where=_WHERE,

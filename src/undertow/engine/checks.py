@@ -248,6 +248,25 @@ def mismatch(name: str, values: Mapping[int, int], *, where: str, remedy: str) -
     )
 
 
+def unlike_values(
+    group: OwnGroup, params: Mapping[str, Tensor], what: str, *, where: str, remedy: str
+) -> ReplicaMismatch | None:
+    """Compares the values of parameters, and returns the error of the first one that differs, the
+    same on every rank; a collective call. Reports call the wait for it `what`."""
+    values = fingerprints(local_tensors(params.values()), device=group.device)
+    extremes = Extremes(group, values, what)
+    differing = extremes.differing()
+    if not differing:
+        return None
+    of_ranks = [value for _, value, _ in extremes.of_ranks(differing[0])]
+    return mismatch(
+        list(params)[differing[0]],
+        dict(zip(group.names, of_ranks, strict=True)),
+        where=where,
+        remedy=remedy,
+    )
+
+
 class Loads:
     """The loads by `load_state_dict` since all ranks have compared their parameters.
 
@@ -308,7 +327,7 @@ class Checks:
             rank=group.rank,
             find_alone=partial(_found_alone, current_plan),
         )
-        if group.everyone is not group:  # a mesh with other axes
+        if group.is_on_mesh:
             self.numbers.agree = partial(_found_by_any, group.everyone)
         # Synchronizations between two comparisons of parameters; None if there is nothing to
         # compare.
@@ -316,7 +335,6 @@ class Checks:
         self.loads = Loads(group)
         self.stop = StopRequest(group, is_of_replica=config.outer is not None)
         self._current_plan = current_plan
-        self.is_on_mesh = group.everyone is not group
         self.sent: list[_Sent] = []  # comparisons in flight
 
     def are_compared(self, number: int) -> bool:
@@ -339,7 +357,7 @@ class Checks:
             self.loads.settle(ended.terms.number)
         if self._current_plan.placements.axis:
             order = self._current_plan.placements.take_order()
-            if self.is_on_mesh and self._are_orders_compared(ended.terms.number):
+            if self._are_orders_compared(ended.terms.number):
                 self.sent.append(self._send_order(order, ended.terms.number))
 
     @torch.no_grad()
@@ -365,9 +383,11 @@ class Checks:
 
     def _are_orders_compared(self, number: int) -> bool:
         """Returns True if ranks compare the orders of redistributed gradients after this
-        synchronization: on a device rarely, because the host waits for the result."""
-        is_host = self._current_plan.group.hardware.is_host
-        return is_host or number < _NUM_FIRST_ORDERS or number % _ORDERS_EVERY == 0
+        synchronization of a mesh: on a device rarely, because the host waits for the result."""
+        group = self._current_plan.group
+        if not group.is_on_mesh:
+            return False
+        return group.hardware.is_host or number < _NUM_FIRST_ORDERS or number % _ORDERS_EVERY == 0
 
     def _send_order(self, order: Sequence[str], number: int) -> _Sent:
         """Starts to compare the order of the gradients that are redistributed over another axis."""

@@ -366,7 +366,7 @@ class CurrentPlan:
         # each search continues after the one that was found
         return all(each in planned for each in wanted)
 
-    def require_alike(  # the two ends of a comparison
+    def require_alike(
         self,
         plan: Plan,
         params: Sequence[Tensor],

@@ -6,14 +6,11 @@ Reasons: docs/design/plan-changes.md.
 from __future__ import annotations
 
 from undertow.buckets.bucket import gradients_aside
-from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.agreed_errors import CHANGE_ALIKE, changed_unlike, require_sound
-from undertow.engine.checks import has_bits, mismatch
+from undertow.engine.checks import has_bits, unlike_values
 from undertow.engine.current_plan import Change, CurrentPlan
 from undertow.engine.params import first_change
 from undertow.engine.round import Round, RoundKind, Terms
-from undertow.mesh.local_tensors import local_tensors
-from undertow.ranks.agreement import Extremes
 
 
 def tell_of_change(plans: CurrentPlan, terms: Terms) -> Round:
@@ -84,18 +81,14 @@ def _require_same_values(plans: CurrentPlan, told: Round) -> None:
     comparable = {name: param for name, param in plans.new_params() if has_bits(param)}
     if not comparable:
         return
-    group = plans.group
-    values = fingerprints(local_tensors(comparable.values()), device=group.device)
-    extremes = Extremes(group, values, "the comparison of new parameters")
-    differing = extremes.differing()
-    if not differing:
-        return
-    of_ranks = [value for _, value, _ in extremes.of_ranks(differing[0])]
-    raise mismatch(
-        list(comparable)[differing[0]],
-        dict(zip(group.names, of_ranks, strict=True)),
+    error = unlike_values(
+        plans.group,
+        comparable,
+        "the comparison of new parameters",
         where=f"it was added or unfrozen, synchronization {told.terms.number}",
         remedy="Initialize it with the same seed on every rank; or call "
         "broadcast_parameters() after adding it and before the forward. Drop the gradients "
         "of this step by zero_grad().",
     )
+    if error is not None:
+        raise error

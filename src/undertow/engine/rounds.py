@@ -186,7 +186,7 @@ class Rounds:
             self._forget_window()
             return  # it has left the other ranks already
         self._progress.gradients = Gradients.SOUND
-        if self._checks.every is not None or self._checks.is_on_mesh or found.readings:
+        if self._checks.every is not None or self._current_plan.group.is_on_mesh or found.readings:
             self._checks.round_was_sound(ended)
         self._moves.round_was_sound(self._progress.num_forwards_before)
 

@@ -43,11 +43,6 @@ class StopRequest:
         self.is_requested |= self._is_here
 
     @property
-    def is_on_mesh(self) -> bool:
-        """True if the model's parameters are distributed over other axes of a mesh."""
-        return self._group.everyone is not self._group
-
-    @property
     def is_pending(self) -> bool:
         """True if this rank knows of a signal that not all ranks follow yet."""
         return (self._is_here or self._is_known) and not self.is_requested

@@ -89,6 +89,11 @@ class OwnGroup:
         return list(map(self._within.user.ranks.index, self.user.ranks))
 
     @property
+    def is_on_mesh(self) -> bool:
+        """True if the ranks of other axes of a mesh must agree on the model too."""
+        return self.everyone is not self
+
+    @property
     def name(self) -> int:
         """This rank as errors number it."""
         return self.names[self.rank]

@@ -152,7 +152,7 @@ class GroupSync:
     def raise_reason(self, error: RuntimeError) -> None:
         """Called with an error of a forward. Raises the reason if it is a lost rank: on a mesh the
         forward waits for ranks of other axes, and the transport's error names none."""
-        if self.group.everyone is not self.group:
+        if self.group.is_on_mesh:
             with self.group.waiting():
                 raise error
 

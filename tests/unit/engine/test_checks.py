@@ -135,7 +135,7 @@ def test_the_first_of_several_rounds_of_a_step_is_named() -> None:
 def test_the_end_of_a_round_waits_for_trailers_if_the_next_step_needs_them(policy: str, every: int | None, wanted: str) -> None:
     """The round before a comparison may be one: a synchronization that changes the parameters counts as two."""
     group = SimpleNamespace(rank=0, num_ranks=2)
-    group.everyone = group
+    group.everyone, group.is_on_mesh = group, False
     config = SyncConfig(nonfinite=policy, check_replicas_every=every)
     checks = Checks(SimpleNamespace(group=group), config)  # type: ignore[arg-type]
     assert [number for number in range(6) if checks.must_be_read(number)] == list(map(int, wanted.replace(" ", "")))
