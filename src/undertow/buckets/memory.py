@@ -1,8 +1,9 @@
 """The memory of one bucket, and how gradients get into it.
 
-flat       | gradients | padding | trailer |      one allocation, used again in every step
+flat       | gradients | padding | trailer          |      one allocation, used in every step
 gradients  | gradients |
 views        one per gradient, of its shape
+flags, numbers                   | flags  | numbers |      the two parts of the trailer
 
 Reasons: docs/design/buckets.md.
 """
@@ -76,13 +77,15 @@ class BucketMemory:
         self.views = [view.data for view in self.views_of(self.flat)]
         trailer = self._spec.trailer
         self.trailer = self.flat[trailer.start : trailer.stop]
+        self.flags = self.flat[trailer.start : trailer.numbers.start]
+        self.numbers = self.flat[trailer.numbers.start : trailer.stop]
         self._pointers = list(map(Tensor.data_ptr, self.views))
         self._count_uses = private.counter_of_uses(self.flat)
         self._num_uses = self._count_uses()
 
     def release(self) -> None:
         """Frees the memory, except the parts that other code holds. It is not used any more."""
-        self.flat = self.trailer = torch.empty(0)
+        self.flat = self.trailer = self.flags = self.numbers = torch.empty(0)
         self.views = []
         self._gaps = []
 
@@ -114,7 +117,7 @@ class BucketMemory:
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
             with torch.no_grad():
                 return self.pack(params, not_arrived, later=later)
-        if later is None:
+        if later is None and self._gaps:
             self.zero_gaps()
         # True if a view was given other memory, as casts do: `param.grad.data = ...`
         is_rebased = list(map(Tensor.data_ptr, self.views)) != self._pointers

@@ -62,6 +62,8 @@ class CompiledPlan:
             self.snapshots += before.snapshots
             before.release_messages()
         self.is_profiling = False  # torch's profiler runs
+        self.has_formats = any(plan.wires)
+        self._is_dithered = any(wire and WIRES[wire].is_dithered for wire in plan.wires)
         self._num_rounds = 0
 
     @cached_property
@@ -106,10 +108,11 @@ class CompiledPlan:
             self.reducer.hook.begin_round()
         if self.reducer.finite is not None:
             self.reducer.finite.begin()
-        # In case no forward has. Autograd detects most parameters that were read too early.
-        self.layout.wait_for_parameters()
-        if is_synchronized and any(self.plan.wires):
-            if any(wire is not None and WIRES[wire].is_dithered for wire in self.plan.wires):
+        if self.strategy.gather is not None:
+            # In case no forward has. Autograd detects most parameters that were read too early.
+            self.layout.wait_for_parameters()
+        if is_synchronized and self.has_formats:
+            if self._is_dithered:
                 self.turns.advance(alike_on_axes(self.params))
             self.reducer.lost.begin()
         if not self.snapshots or not is_synchronized:

@@ -54,6 +54,7 @@ class Tuning:
         self._order = order
         self._seen: list[int] | None = None  # parameters, as their gradients arrive in round 1
         self._order_sent: Handle | None = None  # on its way from rank 0
+        self.has_settled = False  # rounds need not ask any more: it is over, and nothing is sent
         if recorder.is_on:
             self.measuring = Measuring(arrivals, recorder, reducer.group, self.measured)
         self.num_drops: int = 0 if earlier is None else earlier.num_drops
@@ -140,6 +141,7 @@ class Tuning:
     def lays_out(self) -> None:
         """Called when a sharded optimizer lays parameters out: another plan would come too late,
         because its state would have to move. Rank 0's order comes before the first step."""
+        self.has_settled = False
         if self.measuring is not None:
             self.measuring.lays_out()
         if self.trying is not None:

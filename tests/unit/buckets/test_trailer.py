@@ -26,7 +26,7 @@ def reduced(facts: Sequence[Facts], *, dtype: torch.dtype = torch.float32, divid
     for rank, own in enumerate(facts):
         storage = BucketMemory(layout, [torch.zeros(6, dtype=dtype)])
         divisor = num_ranks if divides else 1
-        codec = TrailerCodec(layout, storage.trailer, divisor=divisor, rank=rank, names=range(10, 10 + num_ranks))
+        codec = TrailerCodec(layout, storage, divisor=divisor, rank=rank, names=range(10, 10 + num_ranks))
         codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=own)
         codecs.append((codec, storage))
     total = torch.stack([storage.flat for _, storage in codecs]).sum(dim=0)
@@ -86,7 +86,7 @@ def test_a_new_fact_is_one_line(kind: FactKind, monkeypatch: pytest.MonkeyPatch)
 def test_a_digest_that_is_left_out_accepts_the_others_again() -> None:
     plan = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
     storage = BucketMemory(plan.buckets[0], [torch.zeros(6)])
-    codec = TrailerCodec(plan.buckets[0], storage.trailer, divisor=2, rank=0, names=range(2))
+    codec = TrailerCodec(plan.buckets[0], storage, divisor=2, rank=0, names=range(2))
     written = []
     for facts in (Facts(), Facts(digests={"settings": 5}), Facts()):
         codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=facts)
