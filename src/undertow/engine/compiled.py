@@ -169,11 +169,6 @@ class CompiledPlan:
         """Returns True if the collectives of all buckets are complete."""
         return all(bucket.transfer.is_completed() for bucket in self.buckets)
 
-    def note_known(self) -> None:
-        """Called when a step begins: marks present tensors in `.grad` as known."""
-        for bucket in self.buckets:
-            bucket.gradients.note_known()
-
     def written(self, params: Collection[int]) -> set[int]:
         """Returns the `params` whose `.grad` was written without a gradient from autograd."""
         if not params:

@@ -35,7 +35,7 @@ class EngineSteps(StepListener):
         self._takes_any = config.strategy in (None, DDP.name)  # a plain optimizer may step
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
-        if self._current_plan.is_active and is_outermost_forward():
+        if self._current_plan.is_active and (is_training or is_outermost_forward()):
             self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
 
     def forward_ends(self) -> None:

@@ -259,7 +259,8 @@ class GroupSync:
             if is_training and not self._is_averaged_elsewhere():
                 self.require_open("a training forward")
             return
-        if is_training and engine.current_plan.is_active and private.is_in_rpc_context():
+        is_synchronized = is_training and engine.current_plan.is_active
+        if is_synchronized and private.is_rpc_running() and private.is_in_rpc_context():
             raise PhaseError(
                 "gradients of torch.distributed.rpc are not averaged: a context of distributed "
                 "autograd keeps them instead of `.grad`.",

@@ -124,8 +124,9 @@ class ModuleSync:
     @private.untraced
     def forward_ends(self) -> None:
         """Called after each forward of the module."""
-        for part in self.parts:
-            part.forward_ends()
+        self.own.forward_ends()
+        for expert in self.experts:
+            expert.own.forward_ends()
 
     # The end.
 

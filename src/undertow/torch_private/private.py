@@ -76,7 +76,7 @@ is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_i
 
 _autograd: Any = dist.autograd
 # True if torch.distributed.rpc runs in this process; some builds of torch do not have it.
-_is_rpc_running: Callable[[], bool] = getattr(
+is_rpc_running: Callable[[], bool] = getattr(
     dist.rpc, "_is_current_rpc_agent_set", dist.rpc.is_available
 )
 
@@ -317,7 +317,7 @@ def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
 def is_in_rpc_context() -> bool:
     """Returns True in a context of distributed autograd, which keeps gradients instead of
     `.grad`."""
-    if _is_rpc_running():  # checked first: without a context, torch raises an error, which is slow
+    if is_rpc_running():  # checked first: without a context, torch raises an error, which is slow
         with contextlib.suppress(RuntimeError):
             _autograd._current_context()
             return True
