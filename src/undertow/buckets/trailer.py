@@ -51,21 +51,22 @@ class TrailerCodec:
         self._rank, self._divisor = rank, divisor
         self._used = slice(0, num_slots)
         self._signature = slice(num_slots, num_slots + 2 * SIGNATURE_BITS)
+        self._flags = slice(0, num_flags)  # all but the numbers
         self._places = {
             name: range(place.start - start, place.stop - start) for name, place in trailer.facts
         }
-        self._numbers_from = num_flags
         self._facts = FactCodec(FACTS, self._places, rank=rank, names=names, divisor=divisor)
-        self._mine = torch.zeros(trailer.stop - start)
-        # The same memory: an element is written without an operator, which would take longer.
+        dtype = memory.trailer.dtype
+        # numbers in float32 if numpy does not have the dtype
+        has_array = dtype is not torch.bfloat16
+        self._mine = torch.zeros(trailer.stop - start, dtype=dtype if has_array else torch.float32)
+        # The same memory: numpy writes a few elements faster than torch.
         self._values = self._mine.numpy()
         self._values[self._used] = 1
-        self._sent = self._mine[:num_flags]  # all but the numbers
-        # What comes back if every rank has sent the same; exact in any dtype, or taken for unusual.
+        # The flags that come back if every rank has sent the same. A dtype in which they do not
+        # come back exactly makes a trailer unusual, which is parsed.
         self._factor = len(names) / divisor
-        dtype = memory.trailer.dtype
-        is_as_sent = self._factor == 1 and dtype == self._sent.dtype
-        self._usual = self._sent if is_as_sent else torch.zeros(num_flags, dtype=dtype)
+        self._usual = self._values[self._flags]
         self._are_all_used = True
         self._digests: Mapping[str, int | None] = {}
 
@@ -76,7 +77,7 @@ class TrailerCodec:
 
         `signature` comes from `signature_of`, and takes the lowest bits of `step`.
         """
-        values, trailer = self._values, self._memory.trailer
+        values = self._values
         if unused or not self._are_all_used:
             values[self._used] = 1
             values[list(unused)] = 0
@@ -90,13 +91,16 @@ class TrailerCodec:
             if facts.digests != self._digests:
                 self._digests = facts.digests
                 self._facts.write_digests(self._mine, facts.digests)
-        if self._usual is not self._sent:
-            torch.mul(self._sent, self._factor, out=self._usual)
-        mine, device = self._mine, self._device
-        trailer.copy_(mine if device.is_host else device.to_device(mine, mine.dtype))
+        if self._factor != 1:
+            self._usual = values[self._flags] * values.dtype.type(self._factor)
+        memory, mine, device = self._memory, self._mine, self._device
+        if memory.trailer_array is not None:
+            memory.trailer_array[:] = values
+        else:
+            memory.trailer.copy_(mine if device.is_host else device.to_device(mine, mine.dtype))
         if facts is not None and facts.flags:
             # Not into `mine`: flags that are the same on all ranks must still be read.
-            self._facts.write_flags(trailer, facts.flags)
+            self._facts.write_flags(memory.trailer, facts.flags)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
@@ -111,17 +115,19 @@ class TrailerCodec:
 
         None if every rank used the same parameters and none had anything to report.
         """
-        flags = self._memory.flags
-        if not self._device.is_host:
-            flags = flags.cpu()
-        return None if torch.equal(flags, self._usual) else self.parse(flags, self._usual)
+        array = self._memory.trailer_array
+        if array is not None and array[self._flags].tobytes() == self._usual.tobytes():
+            return None  # the usual case
+        flags, usual = self._memory.trailer[self._flags].cpu(), torch.from_numpy(self._usual)
+        return None if torch.equal(flags.to(usual.dtype), usual) else self.parse(flags, usual)
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
         device = self._device
         assert isinstance(device, Accelerator)  # on the host, trailers are read at once
-        reduced = device.to_host(self._memory.flags)
-        return Snapshot(self, reduced, self._usual.clone(), copied=device.record())
+        reduced = device.to_host(self._memory.trailer[self._flags])
+        usual = torch.from_numpy(self._usual.copy())
+        return Snapshot(self, reduced, usual, copied=device.record())
 
     def parse(self, reduced: Tensor, usual: Tensor) -> Reading | None:
         """Reads a reduced trailer, without its numbers, on the host. `usual` would have come back
@@ -143,8 +149,9 @@ class TrailerCodec:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Waits for the device; returns the number of each rank, if none is negative."""
-        place, first = self._places[name], self._numbers_from
-        numbers = self._memory.numbers.tolist()[place.start - first : place.stop - first]
+        place, array = self._places[name], self._memory.trailer_array
+        told = self._memory.trailer if array is None else array
+        numbers = told[place.start : place.stop].tolist()
         return tuple([abs(number) * self._divisor for number in numbers])
 
 

@@ -177,7 +177,7 @@ class Engine:
     def _first_gradient_arrives(self, task: int) -> None:
         """Called with the first gradient in backward `task`, and again after its round is closed;
         may begin a round."""
-        if self.rounds.is_between():
+        if self.rounds.now is None or self.rounds.is_between():
             hooks = self.current_plan.hooks
             if hooks.watched and hooks.has_thawed():
                 self._follow_thawed()
@@ -223,7 +223,7 @@ class Engine:
         """Begins a round in backward `task`, unless one is under way, with or without gradients for
         this engine."""
         is_open = self.current_plan.is_active and not self.is_closed
-        if is_open and self.rounds.is_between():
+        if is_open and (self.rounds.now is None or self.rounds.is_between()):
             private.require_eager_backward()
             # first: a round that is open without an end to come counts as a failed backward
             self._end.watch(task)
