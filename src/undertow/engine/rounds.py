@@ -178,17 +178,7 @@ class Rounds:
         if self._checks.numbers.is_on:
             self._checks.numbers.round_ends(ended, plan)
         if found.readings or found.taken:
-            taken = ""
-            if found.taken:
-                name, param = hooks.named_params[min(found.taken)]
-                taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
-            try:
-                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
-                if found.readings:
-                    require_changed_alike(current_plan, ended)
-            except UndertowError:
-                self._forget_window()
-                raise
+            self._require_sound(ended)
         if ended.has_failed:
             self._forget_window()
             return  # it has left the other ranks already
@@ -197,6 +187,20 @@ class Rounds:
             self._checks.round_was_sound(ended)
         if hooks.tuning is not None and not hooks.tuning.has_settled:
             self._moves.round_was_sound(self._progress.num_forwards_before)
+
+    def _require_sound(self, ended: Round) -> None:
+        """Raises the error that the ranks have agreed on, if there is one."""
+        current_plan, found, taken = self._current_plan, ended.found, ""
+        if found.taken:
+            name, param = current_plan.hooks.named_params[min(found.taken)]
+            taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
+        try:
+            agreed_errors.require_sound(ended, current_plan.group, taken=taken)
+            if found.readings:
+                require_changed_alike(current_plan, ended)
+        except UndertowError:
+            self._forget_window()
+            raise
 
     def _forget_window(self) -> None:
         """Called when a round has failed.

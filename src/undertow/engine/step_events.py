@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from undertow.engine.checks import Arguments
+from undertow.engine.nonfinite import Arguments
 from undertow.torch_private import private
 from undertow.torch_private.module_hook import before_loads
 

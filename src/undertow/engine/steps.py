@@ -15,9 +15,9 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
 from undertow.engine import agreed_errors
-from undertow.engine.checks import Arguments, after_closure
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import is_outermost_forward
+from undertow.engine.nonfinite import Arguments, after_closure
 from undertow.engine.progress import Accumulated, Gradients, params_of
 from undertow.engine.step_events import StepListener, has_closure
 from undertow.engine.step_settings import settings_of
@@ -110,13 +110,13 @@ class EngineSteps(StepListener):
             current_plan.is_stale = True
             # parameters that no forward has found
             progress.is_owed |= current_plan.change is not None
-        if progress.is_owed and engine.synchronizes:
-            if not (is_up_to_date and current_plan.has_result):
-                is_late = reader is not None and progress.accumulated is Accumulated.GRADIENTS
-                where = self._place(reader)
-                engine.run_outside_of_backward()
-                if is_late:
-                    self._tell_of_late_average(where, follows_forward=True)
+        is_due = progress.is_owed and engine.synchronizes
+        if is_due and not (is_up_to_date and current_plan.has_result):
+            is_late = reader is not None and progress.accumulated is Accumulated.GRADIENTS
+            where = self._place(reader)
+            engine.run_outside_of_backward()
+            if is_late:
+                self._tell_of_late_average(where, follows_forward=True)
         if engine.checks.sent:
             engine.checks.require_alike()
 

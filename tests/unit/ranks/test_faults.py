@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from support.pages import snippets
 from support.project import ROOT
 from undertow import PeerFailed, RankLost
-from undertow.engine.checks import Finding, mismatch
+from undertow.engine.checks import mismatch
+from undertow.engine.nonfinite import Finding
 from undertow.ranks import faults
 from undertow.ranks.answers import Answer, Answers, Call, Ranks, answers_from, in_ranges, stall_text
 from undertow.ranks.faults import Activity
