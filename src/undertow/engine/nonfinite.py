@@ -1,5 +1,5 @@
-"""Gradients that are not finite: the findings of a synchronization, and what the step of an optimizer
-does with them."""
+"""Gradients that are not finite: the findings of a synchronization, and the step that follows
+them."""
 
 from __future__ import annotations
 
