@@ -59,7 +59,8 @@ class TrailerCodec:
         dtype = memory.trailer.dtype
         # numbers in float32 if numpy does not have the dtype
         has_array = dtype is not torch.bfloat16
-        self._mine = torch.zeros(trailer.stop - start, dtype=dtype if has_array else torch.float32)
+        wide = dtype if has_array else torch.float32
+        self._mine = torch.zeros(trailer.stop - start, dtype=wide, device="cpu")
         # The same memory: numpy writes a few elements faster than torch.
         self._values = self._mine.numpy()
         self._values[self._used] = 1

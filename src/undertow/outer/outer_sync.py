@@ -34,7 +34,7 @@ from undertow.outer.steps import StepCounter
 from undertow.plan.fragments import Turns, layers_of
 from undertow.ranks.agreement import surroundings
 from undertow.ranks.transport import OwnGroup
-from undertow.torch_private import private, tables
+from undertow.torch_private import private, tables, unscaling
 from undertow.trace import OuterReport
 
 _of_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OuterSync]] = (
@@ -338,7 +338,7 @@ class OuterSync(StepListener):
         if self._steps.step_ends(optimizer):
             self._has_stepped()
 
-    def unscaling_ends(self, optimizer: Optimizer, found: private.Found) -> private.Found:
+    def unscaling_ends(self, optimizer: Optimizer, found: unscaling.Found) -> unscaling.Found:
         if self._steps.is_skipped(optimizer, found):
             self._begins()
             if self._steps.skip(optimizer):

@@ -24,7 +24,7 @@ def reduced(facts: Sequence[Facts], *, dtype: torch.dtype = torch.float32, divid
     layout = plan.buckets[0]
     codecs = []
     for rank, own in enumerate(facts):
-        storage = BucketMemory(layout, [torch.zeros(6, dtype=dtype)])
+        storage = BucketMemory(layout, [torch.zeros(6, dtype=dtype, device="cpu")])
         divisor = num_ranks if divides else 1
         codec = TrailerCodec(layout, storage, divisor=divisor, rank=rank, names=range(10, 10 + num_ranks))
         codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=own)
@@ -111,3 +111,10 @@ def test_a_digest_that_is_left_out_accepts_the_others_again() -> None:
         written.append(storage.trailer.clone())
     assert torch.equal(written[0], written[2])
     assert not torch.equal(written[0], written[1])
+
+
+def test_a_default_device_does_not_move_the_trailer_from_the_host() -> None:
+    with torch.device("meta"):
+        reading, codec = reduced([Facts(flags={"failed": (0,)}, numbers={"busy_ms": 2.0}), Facts(numbers={"busy_ms": 4.0})])
+        assert reading is not None
+        assert (reading.flags["failed"], codec.numbers("busy_ms")) == ((10,), (2.0, 4.0))
