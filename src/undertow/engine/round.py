@@ -172,17 +172,17 @@ class Round:
     def _keep(self, bucket: LiveBucket) -> None:
         """Packs the gradients of a backward that only accumulates; they stay on this rank."""
         self.kept.add(bucket.spec.index)
-        self.compiled.run(OpKind.PACK, self._pack_local, bucket)
-        self.compiled.run(OpKind.BIND, self._bind_local, bucket)
+        packs, binds = (OpKind.PACK, self._pack_local), (OpKind.BIND, self._bind_local)
+        self.compiled.run(packs, binds, bucket=bucket)
 
     def _send_next(self) -> None:
         compiled, bucket = self.compiled, self.compiled.buckets[self.num_sent]
         self.num_sent += 1
         compiled.group.watch.check()
-        compiled.run(OpKind.PACK, self._pack, bucket)
-        compiled.run(bucket.transfer.kind, self._launch, bucket)
+        packs, sends = (OpKind.PACK, self._pack), (bucket.transfer.kind, self._launch)
+        compiled.run(packs, sends, bucket=bucket)
         if compiled.strategy.crossing is not None:
-            compiled.run(compiled.strategy.crossing, self._launch_across, bucket)
+            compiled.run((compiled.strategy.crossing, self._launch_across), bucket=bucket)
 
     def wait(self) -> Stage | None:
         """Waits for the buckets, and binds `.grad` to them.
@@ -191,7 +191,7 @@ class Round:
         """
         if self.kind is not RoundKind.ACCUMULATE:
             for bucket in self.compiled.buckets:
-                self.compiled.run(OpKind.BIND, self._bind, bucket)
+                self.compiled.run((OpKind.BIND, self._bind), bucket=bucket)
         if self.conclude is None:
             return None
         late_buckets = self.found.late_buckets if self.found.readings else ()

@@ -272,7 +272,8 @@ class ShardedSteps(StepListener):
             compiled = self._engine.current_plan.compiled
             compiled.group.watch.check()
             for index in sorted(buckets, reverse=True):  # in the order of the next forward
-                compiled.run(OpKind.ALL_GATHER, sharding.gathers.launch, compiled.buckets[index])
+                gathers = OpKind.ALL_GATHER, sharding.gathers.launch
+                compiled.run(gathers, bucket=compiled.buckets[index])
         except BaseException:
             sharding.gathers.are_cut_off(buckets)
             raise
