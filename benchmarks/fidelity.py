@@ -101,7 +101,7 @@ def _prediction(cell: str, system: str, profile: Profile, source: str, known: Pr
     assert profile.groups is not None  # measured under a plan
     assert profile.step_us is not None
     plan = plan_from_groups(known.params, profile.groups, num_ranks=known.num_ranks, wires=profile.wires)
-    step_us = WhatIf.of(known).step(system, plan).step_us
+    step_us = WhatIf.of(known).step(system, plan).record.step_us
     return Prediction(
         cell=cell,
         system=system,

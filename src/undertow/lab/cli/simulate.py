@@ -50,7 +50,7 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
     print_steps(steps, console)
     path = out / "simulate.png"
     save_timeline(
-        {step.method: step.trace for step in steps if step.method in (FIXED, PLANNED)},
+        {step.method: step.record.trace() for step in steps if step.method in (FIXED, PLANNED)},
         path,
         conditions=f"simulated, {what_if.network}",
     )

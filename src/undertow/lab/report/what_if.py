@@ -201,7 +201,7 @@ class WhatIf:
     @property
     def compute_us(self) -> float:
         """Time of a step without communication."""
-        return self.profile.forward_us + self.profile.backward_us + self.profile.update_us
+        return self.profile.compute_us
 
     @cached_property
     def planned(self) -> Plan:
@@ -255,10 +255,8 @@ class WhatIf:
         return SimulatedStep(
             method=method,
             num_buckets=len(plan.buckets),
-            trace=record.trace(),
-            step_us=record.step_us,
-            compute_us=self.compute_us - self.profile.update_us + profile.update_us,
-            late_rank_us=record.late_rank_us(),
+            record=record,
+            compute_us=profile.compute_us,
         )
 
     def divided(self, plan: Plan) -> Profile:

@@ -226,7 +226,7 @@ def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, und
     schedule = schedule_from_text(printed.split("\n\n")[1])
     small = what_if(strategy=strategy.name)
     gathers_last = sorted(
-        [(event.kind, event.bucket) for event in small.step("", small.planned).trace.communication],
+        [(event.kind, event.bucket) for event in small.step("", small.planned).record.trace().communication],
         key=lambda sent: sent[0] == "all_gather",
     )
     kinds = {strategy.reduction, strategy.gather}
@@ -367,7 +367,7 @@ def test_the_example_is_what_its_arithmetic_says() -> None:
 def test_a_single_rank_encodes_nothing() -> None:
     formats = [{"wire": wire, "param_wire": wire} for wire in ("none", "int8")]
     full, narrow = (WhatIf.of(SMALL, num_ranks=1, link="1gbit", strategy="zero1", **each).steps() for each in formats)
-    assert [step.step_us for step in narrow] == [step.step_us for step in full]
+    assert [step.record.step_us for step in narrow] == [step.record.step_us for step in full]
 
 
 def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
