@@ -33,7 +33,6 @@ PURE = [
     "undertow.plan",
     "undertow.schedule",
     "undertow.trace",
-    "undertow.lab.measured",
     "undertow.lab.planning",
     "undertow.lab.profile",
     "undertow.lab.simulate",
