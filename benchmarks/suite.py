@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks import host_overhead, muon
-from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell, row_where
+from benchmarks.figure import Figure, Part, Row, Tell, row_where
 
 
 def _measure_host_overhead(is_quick: bool, tell: Tell) -> list[Row]:
@@ -21,13 +21,13 @@ def _judge_host_overhead(rows: Sequence[Row]) -> list[Figure]:
             name="host overhead over torch DDP's default",
             measured=ours["ratio_to_torch"],
             unit="x",
-            target=Target(relation=Relation.AT_MOST, bound=0.5),
+            at_most=0.5,
         ),
         Figure(
             name="host overhead over torch DDP's batched_grad_copy",
             measured=ours["above_bare_ms"] / batched["above_bare_ms"],
             unit="x",
-            target=Target(relation=Relation.AT_MOST, bound=1.0),
+            at_most=1.0,
         ),
     ]
 
