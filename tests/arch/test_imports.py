@@ -38,6 +38,7 @@ PURE = [
     "undertow.lab.simulate",
     "undertow.tune",
     "undertow.lab.report",
+    "undertow.lab.what_if",
     "undertow.lab.traces",
 ]
 

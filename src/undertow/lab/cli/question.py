@@ -12,7 +12,7 @@ import typer
 
 from undertow.lab.cost import NODE_LINK
 from undertow.lab.profile import profile_from_file
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.what_if import WhatIf
 
 _Own = ParamSpec("_Own")
 

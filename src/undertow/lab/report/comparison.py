@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from undertow.lab.what_if import WhatIf
 from undertow.shown import table_of
 from undertow.trace import StepRecord
 
@@ -60,6 +61,20 @@ class SimulatedStep:
             "hidden": overlap.fraction,
             "efficiency": self.compute_us / step_us if step_us > 0 else 1.0,
         }
+
+
+def compared(what_if: WhatIf) -> tuple[SimulatedStep, ...]:
+    """Returns the simulated step under each plan that is compared."""
+    steps = []
+    for method, plan in what_if.plans().items():
+        step = SimulatedStep(
+            method=method,
+            num_buckets=len(plan.buckets),
+            record=what_if.step(plan),
+            compute_us=what_if.divided(plan).compute_us,
+        )
+        steps.append(step)
+    return tuple(steps)
 
 
 def print_steps(steps: Sequence[SimulatedStep], console: Console) -> None:

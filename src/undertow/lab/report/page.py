@@ -18,7 +18,7 @@ from typing import Any
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
 from undertow.lab.profile import Profile, profile_from_file
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.what_if import WhatIf
 from undertow.schedule import strategy_named
 from undertow.trace import StepReport
 from undertow.whole_file import require_folder, write_whole
@@ -78,7 +78,7 @@ def _links(profile: Profile | None) -> list[dict[str, Any]]:
 
 def _link(profile: Profile, rate: str | None) -> dict[str, Any]:
     what_if = replace(WhatIf.of(profile), link=rate)
-    record = what_if.step(rate or "", what_if.planned).record
+    record = what_if.step(what_if.planned)
     return {
         "name": "the measured link" if rate is None else rate.replace("gbit", " Gb/s"),
         "step_ms": record.step_us / 1e3,
