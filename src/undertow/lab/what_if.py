@@ -1,5 +1,8 @@
 """Predicts the step of a model on a network that may not exist, for several groupings of its
-gradients."""
+gradients.
+
+Reasons: docs/design/records.md.
+"""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property

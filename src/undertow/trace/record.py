@@ -1,5 +1,8 @@
 """The measured times of one step, its events, how much of its communication is hidden, and lower
-bounds."""
+bounds.
+
+Reasons: docs/design/records.md.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
