@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec
+from typing import Annotated, Any
 
 import typer
 
 from undertow.lab.cost import NODE_LINK
 from undertow.lab.profile import profile_from_file
 from undertow.lab.what_if import WhatIf
-
-_Own = ParamSpec("_Own")
 
 
 def option(text: str, *, least: int | None = None) -> Any:
@@ -89,8 +87,9 @@ class Question:
         )
 
 
-def asks(command: Callable[Concatenate[Question, _Own], None]) -> Callable[..., None]:
-    """Gives a command the options of a Question, before its own; it receives the Question first.
+def asks(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of a Question, before its own; its first argument is the
+    Question.
 
     Typer reads a command's options from its signature.
     """
