@@ -44,7 +44,7 @@ def measure(*systems: str, num_ranks: int) -> dict[str, str]:
         "kind": kind_of("none", num_ranks, "cuda", has_namespaces=False),
         "device": "cuda",
     }
-    what = {"systems": tuple(catalog.SYSTEMS[name] for name in systems), "effort": Effort(num_turns=1, has_start_up=False)}
+    what = {"systems": tuple(catalog.SYSTEMS[name] for name in systems), "effort": Effort(num_turns=1)}
     return measure_cell(Cell(**place, **what), lambda _line: None).errors
 
 
@@ -52,13 +52,13 @@ def measure(*systems: str, num_ranks: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("device", "link", "num_ranks", "with_namespaces", "without"),
     [
-        ("cpu", "none", 2, "shaped", "emulated"),
-        ("cuda", "1gbit", 2, "shaped", "emulated"),
+        ("cpu", "none", 2, "shaped", "local"),
+        ("cuda", "1gbit", 2, "shaped", "local"),
         ("cuda", "none", 2, "local", "local"),  # a device each
         ("cuda", "none", 4, "shaped", "local"),  # shared ones
     ],
 )
-def test_devices_with_nothing_to_be_shaped_between_them_need_no_link_of_ours(
+def test_links_are_shaped_where_they_can_be_and_nccl_finds_its_ranks(
     device: str, link: str, num_ranks: int, with_namespaces: str, without: str
 ) -> None:
     assert [kind_of(link, num_ranks, device, has_namespaces=has_namespaces) for has_namespaces in (True, False)] == [
@@ -70,10 +70,9 @@ def test_devices_with_nothing_to_be_shaped_between_them_need_no_link_of_ours(
 def test_ranks_with_a_device_each_talk_over_nccl_and_those_that_share_one_over_gloo(ran: list[tuple[Job, Network]]) -> None:
     assert [measure("bare", "ours", num_ranks=num_ranks) for num_ranks in (2, 4)] == [{}, {}]
     # All of them on the machine's own network, of which nobody's bytes can be told.
-    on_machine = ("local", "lo", (), None, None)
+    on_machine = ("local", "lo", (), None)
     assert [
-        (job.backend, network.kind, network.interface, network.namespaces, job.emulated, job.counted_interface)
-        for job, network in ran
+        (job.backend, network.kind, network.interface, network.namespaces, job.counted_interface) for job, network in ran
     ] == [("cpu:gloo,cuda:nccl", *on_machine), ("gloo", *on_machine)]
 
 
@@ -195,9 +194,7 @@ def test_as_many_systems_run_together_as_fit_into_memory() -> None:
 
 @pytest.mark.slow  # an interpreter of its own
 def test_what_a_worker_imports_before_its_system_is_there_in_every_environment() -> None:
-    imports = ", ".join(
-        f"benchmarks.matrix.{name}" for name in ("worker", "turns", "truth", "calibrate", "workloads", "systems.bare")
-    )
+    imports = ", ".join(f"benchmarks.matrix.{name}" for name in ("worker", "turns", "truth", "workloads", "systems.bare"))
     check = f"import sys, {imports}; sys.exit(bool({{'undertow', 'rich', 'psutil', 'matplotlib'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check], check=False, cwd=ROOT).returncode == 0
 

@@ -51,7 +51,6 @@ PAGES: dict[str, tuple[set[str], set[str], str]] = {
     "report": ({"two ranks"}, {"two ranks"}, ""),
     "uneven-data": ({"two ranks"}, {"two ranks"}, ""),
     "reproducibility": ({"three ranks"}, {"three ranks"}, ""),
-    "planning": ({""}, {""}, ""),
     "troubleshooting": (
         {"two ranks", FAILS, SCRIPT},
         {"two ranks"},

@@ -137,6 +137,11 @@ class Profile:
         return self.num_ranks > 1 and bool(self.curves)
 
     @property
+    def compute_us(self) -> float:
+        """Time of a step without communication."""
+        return self.forward_us + self.backward_us + self.update_us
+
+    @property
     def is_bound_by_processors(self) -> bool:
         """True if communication took more time from processors than the network added, in the
         measured run."""

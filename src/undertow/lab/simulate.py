@@ -20,6 +20,7 @@ from undertow.lab.planning import payload_of
 from undertow.lab.planning.timing import in_equal_parts
 from undertow.lab.profile import NUMBERS, Profile
 from undertow.plan import Bucket, Plan
+from undertow.plan.lane import Lane
 from undertow.plan.owners import totals_by_rank, update_work
 from undertow.schedule import (
     Op,
@@ -133,7 +134,7 @@ def simulate(
     from undertow.schedule import ZERO1
 
     record = simulate(profile, plan, ZERO1, costs_for("25gbit", num_ranks=plan.num_ranks))
-    overlap_of(record.trace()).exposed_us
+    record.overlap().exposed_us
     ```
     """
     conditions = Conditions() if conditions is None else conditions
@@ -196,7 +197,7 @@ class _Clocks:
         self.now_us = np.zeros_like(slowness)
         self._slowness = slowness
         self._contention = contention
-        self._free_us = 0.0  # time from which the lane is free
+        self._lane = Lane()
         # Computation has lost this much to contention by these times; linear in between.
         self._times_us = array("d", [0.0])
         self._lost_us = array("d", [0.0])
@@ -220,12 +221,12 @@ class _Clocks:
 
     def send(self, us: float, *, not_before_us: float) -> float:
         """Launches a collective of duration `us` on all ranks and returns when it ends."""
-        start_us = max(self._free_us, float(self.now_us.max()), not_before_us)
-        self._free_us = start_us + us
+        ready_us = max(float(self.now_us.max()), not_before_us)
+        start_us, stop_us = self._lane.send(us, ready_us=ready_us)
         lost_us = self._lost_us[-1]
-        self._times_us.extend((start_us, self._free_us))
+        self._times_us.extend((start_us, stop_us))
         self._lost_us.extend((lost_us, lost_us + self._contention * us))
-        return self._free_us
+        return stop_us
 
 
 class _Step:

@@ -25,6 +25,7 @@ import numpy as np
 
 from undertow.lab.cost import Costs, Payload, payloads_us
 from undertow.lab.cost.curves import Floats
+from undertow.plan.lane import Lane
 from undertow.plan.layout import Groups, ParamSpec, Wires
 from undertow.plan.owners import largest_over_mean
 from undertow.plan.plan import Bucket, Plan
@@ -161,7 +162,8 @@ def _stretched(payload: Payload, factor: float) -> Payload:
 
 
 def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:
-    through_us = -math.inf
+    """Returns the end of the last of these collectives, which may start at these times."""
+    lane = Lane(free_us=-math.inf)
     for start_us, time_us in zip(starts_us, times_us.tolist(), strict=True):
-        through_us = max(through_us, start_us) + time_us
-    return through_us
+        lane.send(time_us, ready_us=start_us)
+    return lane.free_us

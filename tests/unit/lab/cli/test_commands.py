@@ -27,8 +27,9 @@ from undertow.lab.cli import main
 from undertow.lab.cost import LINKS, CostCurve
 from undertow.lab.demo import DemoSettings
 from undertow.lab.profile import profile_from_file, profile_from_json
-from undertow.lab.report.what_if import MEASURED as OWN
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.report.comparison import compared
+from undertow.lab.what_if import MEASURED as OWN
+from undertow.lab.what_if import WhatIf
 from undertow.plan import Plan
 from undertow.schedule import STRATEGIES, Strategy
 
@@ -226,7 +227,7 @@ def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, und
     schedule = schedule_from_text(printed.split("\n\n")[1])
     small = what_if(strategy=strategy.name)
     gathers_last = sorted(
-        [(event.kind, event.bucket) for event in small.step("", small.planned).trace.communication],
+        [(event.kind, event.bucket) for event in small.step(small.planned).trace().communication],
         key=lambda sent: sent[0] == "all_gather",
     )
     kinds = {strategy.reduction, strategy.gather}
@@ -366,8 +367,8 @@ def test_the_example_is_what_its_arithmetic_says() -> None:
 
 def test_a_single_rank_encodes_nothing() -> None:
     formats = [{"wire": wire, "param_wire": wire} for wire in ("none", "int8")]
-    full, narrow = (WhatIf.of(SMALL, num_ranks=1, link="1gbit", strategy="zero1", **each).steps() for each in formats)
-    assert [step.step_us for step in narrow] == [step.step_us for step in full]
+    full, narrow = (compared(WhatIf.of(SMALL, num_ranks=1, link="1gbit", strategy="zero1", **each)) for each in formats)
+    assert [step.record.step_us for step in narrow] == [step.record.step_us for step in full]
 
 
 def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
@@ -385,7 +386,7 @@ def test_the_time_to_compare_ways_grows_with_the_number_of_parameters() -> None:
         params = tuple(spec(f"p{i}", 1000) for i in range(num))
         profile = replace(SMALL, params=params, ready_us=tuple(3.0 * (num - i) for i in range(num)))
         start = time.process_time()
-        assert len(what_if(profile).steps()) == 3
+        assert len(compared(what_if(profile))) == 3
         return time.process_time() - start
 
     few, many = seconds(2_500), seconds(10_000)
@@ -557,8 +558,8 @@ def test_a_bug_report_asks_for_the_environment() -> None:
 
 def test_the_buckets_of_a_profile_are_a_row() -> None:
     measured = replace(SMALL, groups=((3, 2), (1, 0)))
-    assert [it.num_buckets for it in what_if(measured).steps() if it.method == OWN] == [2]
-    assert OWN not in [it.method for it in what_if(measured, "zero1").steps()]
+    assert len(what_if(measured).plans()[OWN].buckets) == 2
+    assert OWN not in what_if(measured, "zero1").plans()
 
 
 def test_a_model_without_parameters_is_refused() -> None:
