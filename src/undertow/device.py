@@ -6,6 +6,7 @@ Host         an operator has run when its call returns
 Accelerator  an operator runs later, on a stream; events order streams without the host
 """
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar, TypeAlias
@@ -42,6 +43,15 @@ class Host:
     def to_device(self, values: Sequence[float] | Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a small tensor, perhaps the given one."""
         return torch.as_tensor(values, dtype=dtype)
+
+    def memory_on_host(self, num_bytes: int) -> Tensor:
+        """Returns bytes for copies of large tensors."""
+        if not (num_bytes and hasattr(mmap, "MADV_HUGEPAGE")):
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        # The first write to a page costs more than the copy, so pages are large.
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Accelerator:
@@ -105,6 +115,10 @@ class Accelerator:
         """Returns a pinned copy on the host. It has its values once the next event is reached."""
         on_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         return on_host.copy_(tensor, non_blocking=True)
+
+    def memory_on_host(self, num_bytes: int) -> Tensor:
+        """Returns pinned bytes for copies of large tensors: the device writes them itself."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 Device: TypeAlias = Host | Accelerator

@@ -86,12 +86,6 @@ def contents_of_model(names: Names) -> Contents:
     return tensors, ties
 
 
-def copied(of_file: Contents) -> Contents:
-    """Returns a copy in host memory, which later steps do not change."""
-    tensors, texts = of_file
-    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}, texts
-
-
 def add_contents_of_optimizer(
     names: Names,
     optimizer: torch.optim.Optimizer,

@@ -29,6 +29,7 @@ from undertow.torch_private import tables
 
 _Result = TypeVar("_Result")
 _HOST = torch.device("cpu")
+_DONE, _FAILED = "+", "-"  # before the text of a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +94,29 @@ class CheckpointRanks:
         return any(own.is_broken for own in self._watched)
 
     def settle_background(self) -> None:
-        """Waits for the save in the background before, on every rank; raises its error on all."""
-
-        def settle() -> None:
-            waited_s, error = LAST.settled()
-            for engine in self.engines[:1]:
-                engine.save_waited_s += waited_s
-            if error:
-                raise CheckpointError(error)
-
-        self.agree(settle)
+        """Waits for the save in the background before, on this rank; raises its error."""
+        waited_s, error = LAST.settled()
+        for engine in self.engines[:1]:
+            engine.save_waited_s += waited_s
+        if error:
+            raise CheckpointError(error)
 
     def agree(self, work: Callable[[], _Result]) -> _Result:
         """Returns the result of `work`; if it fails on a rank, every rank raises the same error."""
-        result = cause = None
-        text = ""
+        results: list[_Result] = []
+        self.texts_of(lambda: results.append(work()) or "")
+        return results[0]
+
+    def agree_on_first(self, work: Callable[[], Path]) -> Path:
+        """Runs `work` on the first rank only, and returns its path on every rank."""
+        return Path(self.texts_of(lambda: str(work()) if self.rank == 0 else "")[0])
+
+    def texts_of(self, work: Callable[[], str]) -> list[str]:
+        """Returns the text that `work` returns on each rank; if it fails on a rank, every rank
+        raises the same error."""
+        cause = None
         try:
-            result = work()
+            told = _DONE + work()
         except Exception as error:  # of any kind: other ranks are about to wait for this one
             cause = error
             failure = CheckpointError(
@@ -117,16 +124,12 @@ class CheckpointRanks:
                 where=f"{type(error).__name__}: {error}",
                 remedy="A checkpoint that was there before is still there.",
             )
-            text = str(error if isinstance(error, CheckpointError) else failure)
-        failed = [text for text in self.from_all(text) if text]
+            told = _FAILED + str(error if isinstance(error, CheckpointError) else failure)
+        of_ranks = self.from_all(told)
+        failed = [text for text in of_ranks if text.startswith(_FAILED)]
         if failed:
-            raise CheckpointError(failed[0]) from cause
-        return result  # type: ignore[return-value]  # it has not failed
-
-    def agree_on_first(self, work: Callable[[], Path | None]) -> Path:
-        """Runs `work` on the first rank only, and returns its path on every rank."""
-        path = self.agree(lambda: work() if self.rank == 0 else None)
-        return Path(self.from_all(str(path))[0])
+            raise CheckpointError(failed[0].removeprefix(_FAILED)) from cause
+        return [text.removeprefix(_DONE) for text in of_ranks]
 
     def from_all(self, text: str, *, waits_for: str = "") -> list[str]:
         """Returns the texts of all ranks."""
