@@ -6,7 +6,6 @@ Host         an operator has run when its call returns
 Accelerator  an operator runs later, on a stream; events order streams without the host
 """
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar, TypeAlias
@@ -46,12 +45,7 @@ class Host:
 
     def memory_on_host(self, num_bytes: int) -> Tensor:
         """Returns bytes for copies of large tensors."""
-        if not (num_bytes and hasattr(mmap, "MADV_HUGEPAGE")):
-            return torch.empty(num_bytes, dtype=torch.uint8)
-        # The first write to a page costs more than the copy, so pages are large.
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class Accelerator:

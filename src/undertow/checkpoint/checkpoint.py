@@ -166,6 +166,7 @@ def load_checkpoint(
 
     folder = ranks.agree_on_first(find)
     loading = Loading(ranks, model, optimizers, folder)
+    loading.gather(ranks.texts_of(loading.read_shares))
     ranks.agree(loading.read)
     ranks.agree(loading.put)
     return loading.index["extra"]

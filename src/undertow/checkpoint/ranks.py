@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from undertow.checkpoint.background import LAST
 from undertow.config import SyncConfig, refused
@@ -131,14 +130,25 @@ class CheckpointRanks:
             raise CheckpointError(failed[0].removeprefix(_FAILED)) from cause
         return [text.removeprefix(_DONE) for text in of_ranks]
 
+    def gathered(self, mine: Tensor) -> Tensor:
+        """Returns the bytes of every rank, as many of each, on the host.
+
+        [number of ranks, bytes]
+        """
+        with over_users(self.group):
+            return self._all_gather(mine.to(self.device)).cpu()
+
     def from_all(self, text: str, *, waits_for: str = "") -> list[str]:
         """Returns the texts of all ranks."""
         if self.group is None:
             return [text]
-        gather = partial(all_gather_over, group=self.group)
         with over_users(self.group, waits_for):
-            texts = gather_bytes(text.encode(), gather, self.device)
+            texts = gather_bytes(text.encode(), self._all_gather, self.device)
         return [text.decode() for text in texts]
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        assert self.group is not None  # there are several ranks
+        return all_gather_over(tensor, self.group)
 
 
 def _group_of(
