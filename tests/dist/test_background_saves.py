@@ -232,6 +232,8 @@ def test_an_error_that_nobody_has_waited_for_is_raised_by_the_next_save_on_every
             assert save is not None
             if dist.get_rank() == 0:
                 text_of(CheckpointError, save.wait)  # this rank knows, the other one does not
+            while not save.is_done:
+                time.sleep(0.01)
         text = same_text(lambda: save_checkpoint(path, model, optimizer))
         assert "has failed on rank 1.\n  OSError: [Errno 28]" in text
         assert not has_checkpoint(path)

@@ -113,13 +113,13 @@ class Loading:
             if number % ranks.size == ranks.rank and name not in self._opened:
                 # Not with the files that stay open: there may be very many.
                 states.require_listed(Opened(self._folder), name, entries)
+        if ranks.rank == 0:
+            files.require_no_others(self._folder, index)
+            self._require_files_of_outer()
         if "outer" in index:
             replicas = range(ranks.rank, index["num_replicas"], ranks.size)
             for name in map(files.replica_file, replicas):
                 self._opened.file(name)
-        if ranks.rank == 0:
-            files.require_no_others(self._folder, index)
-            self._require_files_of_outer()
 
     def _require_files_of_outer(self) -> None:
         """Compares files of outer synchronization whose values no rank loads."""
