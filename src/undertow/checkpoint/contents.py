@@ -143,7 +143,7 @@ def state_for_outer(opened: Opened, index: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state for `OuterSync.load_state_dict`."""
     file = opened.file(files.OUTER)
     state: dict[str, Any] = {**index["outer"], **{kind: {} for kind in _OF_OUTER}}
-    for entry in file.keys():
+    for entry in file.names():
         kind, _, name = entry.partition("/")
         if kind not in _OF_OUTER:
             raise files.broken(opened.folder / files.OUTER, f"has {entry!r}, which is not a state")
@@ -157,7 +157,7 @@ def state_for_model(
     """Returns the state dict to load; tensors that are still in the file are read when they are
     copied."""
     file, folder = opened.file(name), opened.folder
-    tensors = {name: file.tensor(name) for name in file.keys()}
+    tensors = {name: file.tensor(name) for name in file.names()}
     ties = {name: tensors[kept] for name, kept in file.texts().items() if kept in tensors}
     stored = {**ties, **tensors, **index["extra_states"]}
     for name in {**names.state, **stored}:

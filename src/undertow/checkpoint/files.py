@@ -79,7 +79,7 @@ def folder_for_saving(path: Path) -> Path:
     )
     require(
         not _is_complete(path.parent),
-        f"{path.parent.name} is a checkpoint, and another one inside would be a foreign file there.",
+        f"{path.parent.name} is a checkpoint, and another one inside would be foreign to it.",
         where=f"save_checkpoint({str(path)!r})",
         remedy="Save next to it.",
         error=CheckpointError,

@@ -63,10 +63,10 @@ class Loading:
         )
         opened, shared = self._opened, self._replicated
         if self._has_replicas:  # each has its own model, and state of the optimizer
-            shared.add(files.OUTER, opened.file(files.OUTER).keys())
+            shared.add(files.OUTER, opened.file(files.OUTER).names())
             return shared.read()
         contents.state_for_model(opened, index, self._names)  # another model's is not even read
-        shared.add(files.MODEL, opened.file(files.MODEL).keys())
+        shared.add(files.MODEL, opened.file(files.MODEL).names())
         plain = [each for each in self._optimizers if not isinstance(each, ShardedOptimizer)]
         params = {name for each in plain for name in self._names.params_of(each)}
         for file_name, names in states.tensors_of(opened, index, params):

@@ -19,7 +19,7 @@ class TensorFile:
         self._metadata: dict[str, str] = self._file.metadata() or {}
         self._gathered: dict[str, Tensor] = {}  # in fresh memory
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return list(self._file.keys())
 
     def texts(self) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint that all ranks need: each byte is read by one rank, and sent to the others.
+"""Tensors of a checkpoint that all ranks need: one rank reads each byte, the others receive it.
 
-    rank 0's share | rank 1's share | ...       of the tensors, one behind the other
+rank 0's share | rank 1's share | ...       of the tensors, one behind the other
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def entries_by_file(index: Mapping[str, Any], replica: int) -> dict[str, list[st
 def require_listed(opened: Opened, name: str, entries: Collection[str]) -> None:
     """Raises CheckpointError unless a file of the optimizer's state has exactly these entries."""
     file = opened.file(name)
-    for entry in sorted({*file.keys(), *file.texts()} ^ {*entries}):
+    for entry in sorted({*file.names(), *file.texts()} ^ {*entries}):
         how = f"and undertow.json differ: only one of them has {entry!r}"
         raise files.broken(opened.folder / name, how)
 
@@ -205,7 +205,7 @@ def tensors_of(
         matches = [match for match in map(ENTRY.fullmatch, entries) if match is not None]
         listed = {match.group() for match in matches if match[1] in params}
         if listed:
-            yield file_name, [name for name in opened.file(file_name).keys() if name in listed]
+            yield file_name, [name for name in opened.file(file_name).names() if name in listed]
 
 
 def _read(
