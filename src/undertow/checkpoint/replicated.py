@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,7 +30,6 @@ class Replicated:
         self._ranks, self._opened = ranks, opened
         self._mapped: dict[tuple[str, str], Tensor] = {}  # by file and name
         self._share = torch.empty(0, dtype=torch.uint8)
-        self._memory: list[Tensor] = []  # bytes of each tensor
 
     def add(self, file_name: str, names: Iterable[str]) -> None:
         """Adds tensors of a file, in the same order on every rank."""
@@ -42,29 +43,31 @@ class Replicated:
         """Reads this rank's share. Returns a text that is the same on ranks with the same
         tensors."""
         each = [(*place, tensor.nbytes) for place, tensor in self._mapped.items()]
+        text = json.dumps([str(self._opened.folder), each])
         if self._ranks.size > 1:
             start = self._ranks.rank * self._share_bytes
             share = torch.empty(self._share_bytes, dtype=torch.uint8)
-            mapped = [tensor.view(-1).view(torch.uint8) for tensor in self._mapped.values()]
-            _copy(_between(mapped, start, start + share.nbytes), share, is_into=False)
+            mapped = _Bytes(tensor.view(-1).view(torch.uint8) for tensor in self._mapped.values())
+            mapped.read(start, share)
             self._share = share
-            self._memory = [torch.empty_like(of_one) for of_one in mapped]
-        return hashlib.blake2b(json.dumps(each).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def gather(self) -> None:
         """Gathers the shares of all ranks; a collective call."""
         share_bytes, share = self._share_bytes, self._share
+        sizes = [tensor.nbytes for tensor in self._mapped.values()]
+        memory = _Bytes(torch.empty(size, dtype=torch.uint8) for size in sizes)
         part_bytes = max(1, _MOST_BYTES // self._ranks.size)
         for start in range(0, share_bytes, part_bytes):
             rows = self._ranks.gathered(share[start : start + part_bytes])
             for rank, row in enumerate(rows):
-                at = rank * share_bytes + start
-                _copy(_between(self._memory, at, at + row.nbytes), row, is_into=True)
-        for (file_name, name), memory in zip(self._mapped, self._memory, strict=True):
-            like = self._mapped[file_name, name]
-            tensor = memory.view(like.dtype).view(like.shape)
+                memory.write(rank * share_bytes + start, row)
+        for ((file_name, name), like), found in zip(
+            self._mapped.items(), memory.tensors, strict=True
+        ):
+            tensor = found.view(like.dtype).view(like.shape)
             self._opened.file(file_name).keep(name, tensor)
-        self._mapped, self._memory, self._share = {}, [], share[:0]
+        self._mapped, self._share = {}, torch.empty(0, dtype=torch.uint8)
 
     @property
     def _share_bytes(self) -> int:
@@ -73,20 +76,31 @@ class Replicated:
         return -(-num_bytes // self._ranks.size)
 
 
-def _between(tensors: Iterable[Tensor], start: int, stop: int) -> Iterator[Tensor]:
-    """Returns views of the bytes from `start` to `stop` of tensors that follow each other."""
-    at = 0
-    for tensor in tensors:
-        first, last = max(start - at, 0), min(stop - at, tensor.nbytes)
-        if first < last:
-            yield tensor[first:last]
-        at += tensor.nbytes
+class _Bytes:
+    """Tensors of bytes that follow each other, read and written like one."""
 
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._ends = list(accumulate(tensor.nbytes for tensor in self.tensors))
 
-def _copy(pieces: Iterable[Tensor], row: Tensor, *, is_into: bool) -> None:
-    """Copies bytes between the pieces and a row of all of them, into the pieces or out of them."""
-    at = 0
-    for piece in pieces:
-        beside = row[at : at + piece.nbytes]
-        piece.copy_(beside) if is_into else beside.copy_(piece)
-        at += piece.nbytes
+    def read(self, start: int, into: Tensor) -> None:
+        """Reads from `start` on; what is behind the end is left as it is."""
+        for piece, beside in self._between(start, into):
+            beside.copy_(piece)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Writes from `start` on; what is behind the end is left out."""
+        for piece, beside in self._between(start, values):
+            piece.copy_(beside)
+
+    def _between(self, start: int, row: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Returns pieces of the tensors from `start` on, each with its piece of the row."""
+        at = 0
+        for place in range(bisect_right(self._ends, start), len(self.tensors)):
+            tensor = self.tensors[place]
+            first = start + at - self._ends[place] + tensor.nbytes
+            piece = tensor[first : first + row.nbytes - at]
+            yield piece, row[at : at + piece.nbytes]
+            at += piece.nbytes
+            if at == row.nbytes:
+                return
