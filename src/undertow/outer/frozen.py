@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.fingerprints import fingerprints
+from undertow.engine.checks import has_bits
 from undertow.engine.params import ModuleParams
 from undertow.outer.facts import MODULO
 from undertow.ranks.transport import OwnGroup
@@ -17,22 +18,22 @@ _MOST_VALUES = 64  # of a parameter in its sample
 
 
 class Frozen:
-    """Compares a sample of each frozen parameter with every exchange.
+    """Compares a sample of each frozen parameter with every exchange, if it `is_needed`.
 
     It is cheap, and finds writes to most of a parameter, as when an adapter is merged.
-    `check_replicas_every` compares all values.
+    `check_replicas_every` compares all values instead.
     """
 
-    def __init__(self, members: ModuleParams) -> None:
+    def __init__(self, members: ModuleParams, *, is_needed: bool) -> None:
         self.known: set[int] = set()  # parameters in fragments, by id
         self._members = members
-        self._has_told = False
+        self._is_quiet = not is_needed
 
-    def digest(self, device: torch.device) -> Tensor:
+    def digest(self, device: torch.device) -> float | Tensor:
         """Returns a number below `MODULO`; the host does not wait for it."""
-        samples = self._samples().values()
-        if not samples or self._has_told:
-            return torch.zeros((), device=device)
+        samples = () if self._is_quiet else self._samples().values()
+        if not samples:
+            return 0.0
         together = torch.cat([sample.to(device) for sample in samples])
         return fingerprints([together], device=device)[0] % MODULO
 
@@ -40,7 +41,7 @@ class Frozen:
         """Returns bytes of each frozen parameter, by name."""
         found = {}
         for name, param in self._members.named_params():
-            if id(param) not in self.known and param.numel():
+            if id(param) not in self.known and param.numel() and has_bits(param):
                 flat = param.detach().reshape(-1)
                 few = flat[:: max(1, flat.numel() // _MOST_VALUES)]
                 found[name] = few.contiguous().view(torch.uint8)
@@ -48,12 +49,12 @@ class Frozen:
 
     def tell(self, group: OwnGroup, *, where: str) -> None:
         """Warns once that they differ; every rank calls this."""
-        if self._has_told:
+        if self._is_quiet:
             return
         samples = self._samples()
         values = fingerprints(list(samples.values()), device=group.device)
         name = first_that_differs(group, dict(zip(samples, values, strict=True)))
-        self._has_told = True
+        self._is_quiet = True
         warnings.warn(
             f"replicas have different values of the frozen parameter {name!r}, which they never "
             f"exchange.\n  {where}, rank {group.rank}\n"

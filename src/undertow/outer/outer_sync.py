@@ -75,7 +75,9 @@ class OuterSync(StepListener):
         self._aside = Aside()
         self._stop = engine.checks.stop
         self._comparisons = Comparisons(all_ranks, engine.current_plan.members)
-        self._frozen = Frozen(engine.current_plan.members)
+        self._frozen = Frozen(
+            engine.current_plan.members, is_needed=config.check_replicas_every is None
+        )
         self.is_closed = False
         self._state_dicts: StateDicts | None = None  # of `save_global`
         self._has_warned = False
