@@ -17,7 +17,7 @@ from undertow.device import device_of
 _ALIGNED = 64  # bytes: tensors begin at a multiple
 
 
-class Room:
+class CopyMemory:
     """The memory for the copies of a model's saves, by the name of the file. One save has it at a
     time: one that hangs keeps it, and the next save allocates its own."""
 
@@ -35,19 +35,19 @@ class Room:
 
 
 # By the model that was given to the saves: the memory goes when the model does.
-_rooms: weakref.WeakKeyDictionary[nn.Module, Room] = weakref.WeakKeyDictionary()
+_of_models: weakref.WeakKeyDictionary[nn.Module, CopyMemory] = weakref.WeakKeyDictionary()
 
 
-def room_of(model: nn.Module) -> Room:
-    return _rooms.setdefault(model, Room())
+def memory_for(model: nn.Module) -> CopyMemory:
+    return _of_models.setdefault(model, CopyMemory())
 
 
 class Copies:
     """Copies of the files of one save, which later steps do not change."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, owner: CopyMemory) -> None:
         self.files: dict[str, Contents] = {}
-        self._room, self._left = room, room.take()
+        self._owner, self._left = owner, owner.take()
         self._memory: dict[str, Tensor] = {}
 
     def add(self, name: str, of_file: Contents) -> None:
@@ -76,6 +76,6 @@ class Copies:
     def end(self) -> None:
         """Called when everything is written, or has failed: the next save has the memory."""
         self.files.clear()
-        self._room.leave(self._memory)
+        self._owner.leave(self._memory)
         # A user may keep the save for longer than the model.
-        self._room, self._memory = Room(), {}
+        self._owner, self._memory = CopyMemory(), {}

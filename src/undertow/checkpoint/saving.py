@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from undertow.checkpoint import contents, files
 from undertow.checkpoint.background import LAST, BackgroundSave, Task
-from undertow.checkpoint.copies import Copies, room_of
+from undertow.checkpoint.copies import Copies, memory_for
 from undertow.checkpoint.ranks import CheckpointRanks
 from undertow.checkpoint.tensors import require_stored
 from undertow.engine.step_settings import require_same_settings, settings_of, text_of
@@ -59,6 +59,10 @@ class Saving:
 
         Raises the same error on every rank.
         """
+
+        if self._outer is not None:
+            # Its state is a collective call on a mesh: all ranks enter it, or none.
+            self._ranks.agree(self._ranks.settle_background)
 
         def told() -> str:
             self._ranks.settle_background()
@@ -151,7 +155,7 @@ class Saving:
         """Copies the files of this rank; a thread writes them."""
         ranks = self._ranks
         statuses = files.Statuses(folder, self._token, rank=ranks.rank)
-        copies = Copies(room_of(self._model))
+        copies = Copies(memory_for(self._model))
 
         def copy() -> None:
             statuses.begin()

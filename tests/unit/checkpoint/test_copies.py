@@ -15,7 +15,7 @@ from torch import nn
 
 from undertow import CheckpointError, load_checkpoint, save_checkpoint
 from undertow.checkpoint.background import LAST
-from undertow.checkpoint.copies import Copies, Room
+from undertow.checkpoint.copies import Copies, CopyMemory
 
 TENSORS = {
     "turned": torch.arange(6.0).view(2, 3).t(),
@@ -27,8 +27,8 @@ TENSORS = {
 }
 
 
-def copied(room: Room, **tensors: torch.Tensor) -> Copies:
-    copies = Copies(room)
+def copied(owner: CopyMemory, **tensors: torch.Tensor) -> Copies:
+    copies = Copies(owner)
     copies.add("file", (tensors, {}))
     return copies
 
@@ -40,7 +40,7 @@ def memory_of(copies: Copies) -> int:
 
 def test_copies_are_equal_and_nothing_changes_them() -> None:
     given = {name: tensor.clone() for name, tensor in TENSORS.items()}
-    copies = copied(Room(), **given)
+    copies = copied(CopyMemory(), **given)
     for tensor in given.values():
         tensor.zero_()
     tensors, _ = copies.files["file"]
@@ -51,15 +51,15 @@ def test_copies_are_equal_and_nothing_changes_them() -> None:
 
 
 def test_the_next_save_uses_the_memory_again_unless_it_is_too_small_or_much_too_large() -> None:
-    room = Room()
-    first = copied(room, a=torch.ones(1000))
+    owner = CopyMemory()
+    first = copied(owner, a=torch.ones(1000))
     place = memory_of(first)
     first.end()
-    second = copied(room, a=torch.zeros(600))
+    second = copied(owner, a=torch.zeros(600))
     assert memory_of(second) == place
     second.end()
     for numel in (5000, 100):  # too small, and too large
-        third = copied(room, a=torch.full((numel,), 2.0))
+        third = copied(owner, a=torch.full((numel,), 2.0))
         kept = third._memory["file"]
         assert kept.nbytes == -(-4 * numel // 64) * 64
         assert torch.equal(third.files["file"][0]["a"], torch.full((numel,), 2.0))
@@ -67,9 +67,9 @@ def test_the_next_save_uses_the_memory_again_unless_it_is_too_small_or_much_too_
 
 
 def test_a_save_that_has_not_ended_keeps_its_memory() -> None:
-    room = Room()
-    first = copied(room, a=torch.ones(1000))
-    second = copied(room, a=torch.zeros(1000))
+    owner = CopyMemory()
+    first = copied(owner, a=torch.ones(1000))
+    second = copied(owner, a=torch.zeros(1000))
     assert memory_of(first) != memory_of(second)
     assert torch.equal(first.files["file"][0]["a"], torch.ones(1000))
 
