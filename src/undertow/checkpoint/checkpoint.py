@@ -96,7 +96,6 @@ def save_checkpoint(
     if target.name:  # else it is the working folder, which is refused: it would be replaced
         target = target.absolute()
     ranks = CheckpointRanks.meet(target, model, optimizers, to="save a checkpoint")
-    ranks.settle_background()
     saving = Saving(ranks, model, optimizers, keep=keep)
     folder = saving.prepare(extra)
     if background:
@@ -160,13 +159,14 @@ def load_checkpoint(
     _require_which(which)
     target, optimizers = Path(path).absolute(), _listed(optimizer)
     ranks = CheckpointRanks.meet(target, model, optimizers, to="load a checkpoint")
-    ranks.settle_background()
+    ranks.agree(ranks.settle_background)
 
     def find() -> Path:
         return files.folder_for_loading(target if which is None else files.latest_in(target))
 
     folder = ranks.agree_on_first(find)
     loading = Loading(ranks, model, optimizers, folder)
+    loading.gather(ranks.texts_of(loading.read_shares))
     ranks.agree(loading.read)
     ranks.agree(loading.put)
     return loading.index["extra"]

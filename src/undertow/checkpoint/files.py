@@ -77,6 +77,13 @@ def folder_for_saving(path: Path) -> Path:
         remedy="Save to a path whose name has another end.",
         error=CheckpointError,
     )
+    require(
+        not _is_complete(path.parent),
+        f"{path.parent.name} is a checkpoint, and another one inside would be foreign to it.",
+        where=f"save_checkpoint({str(path)!r})",
+        remedy="Save next to it.",
+        error=CheckpointError,
+    )
     new = new_folder(path)
     for folder in (path, new):
         _require_removable(folder)

@@ -26,6 +26,7 @@ class ReplicaFacts(NamedTuple):
     settings: int  # digest of the settings of all optimizer steps so far; 0 is like any other
     not_finite: int  # 1 + the place of the first tensor that is not finite, 0: all are
     stopping: int  # 1: a signal has asked the rank to stop
+    frozen: int  # of a sample of the parameters that replicas do not exchange
 
 
 REPLICA_FACTS = dict.fromkeys(ReplicaFacts._fields, FactKind.NUMBERS)

@@ -26,6 +26,7 @@ from undertow.outer.aside import Aside
 from undertow.outer.comparisons import Comparisons
 from undertow.outer.fragment import BufferPlace, Fragment
 from undertow.outer.fragments import Fragments, tensors_of, turns_of
+from undertow.outer.frozen import Frozen
 from undertow.outer.loads import OuterLoads, Values, values_of
 from undertow.outer.measured import Timings, given_turns, measured_turns
 from undertow.outer.replicas import Replicas, open_replicas
@@ -74,6 +75,9 @@ class OuterSync(StepListener):
         self._aside = Aside()
         self._stop = engine.checks.stop
         self._comparisons = Comparisons(all_ranks, engine.current_plan.members)
+        self._frozen = Frozen(
+            engine.current_plan.members, is_needed=config.check_replicas_every is None
+        )
         self.is_closed = False
         self._state_dicts: StateDicts | None = None  # of `save_global`
         self._has_warned = False
@@ -221,7 +225,11 @@ class OuterSync(StepListener):
         if engine.current_plan.group.num_ranks == 1:
             members.read_again()  # else the engine has compared them
         self._replicas = open_replicas(
-            group, self._config, places=self.places, settings=self._steps.settings
+            group,
+            self._config,
+            places=self.places,
+            settings=self._steps.settings,
+            frozen=self._frozen,
         )
         is_of_copy = self._copied is not None and self.loads.follow() in (
             None,
@@ -382,6 +390,7 @@ class OuterSync(StepListener):
             self._engine.current_plan.wait_for_parameters()
         for part in due:
             self._finish(part)
+        self._frozen.known = self._fragments.ids
         for part in starting:
             part.start(
                 step,
