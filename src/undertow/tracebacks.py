@@ -1,26 +1,35 @@
-"""Leaves Undertow's own frames out of the traceback of an error that ends a program.
+"""Shows the error that ends a program: without Undertow's own frames, and in torchrun's summary.
 
 An UndertowError explains itself: its reader needs the line of the script, and not the way through
 the library. UNDERTOW_TRACEBACK=full shows all frames, for a report of a bug.
+
+torchrun prints a summary after the texts of all ranks. It takes each rank's error from a file, if
+the rank has written one, so the cause is the last text on the screen.
 """
 
+import contextlib
+import json
 import os
 import sys
+import time
+import traceback
 from pathlib import Path
 from types import TracebackType
 
-from undertow.errors import UndertowError
+from undertow.errors import PeerFailed, RankLost, UndertowError
 
 VARIABLE = "UNDERTOW_TRACEBACK"
 _FULL = "full"
 _HINT = f"Frames of Undertow are left out: {VARIABLE}={_FULL} shows them."
 _PACKAGE = __name__.partition(".")[0]
 _FOLDER = str(Path(__file__).parent) + os.sep
+_FOR_TORCHRUN = "TORCHELASTIC_ERROR_FILE"
+_LATER_S = 2  # torchrun knows whole seconds, and takes the first failure for the cause
 
 
 def shorten_tracebacks() -> None:
-    """Replaces `sys.excepthook` by a function that shortens, and leaves printing to the one
-    before."""
+    """Replaces `sys.excepthook` by a function that shortens and tells torchrun, and leaves printing
+    to the previous one."""
     previous = sys.excepthook
 
     def shortened(
@@ -28,9 +37,29 @@ def shorten_tracebacks() -> None:
     ) -> object:
         if isinstance(error, UndertowError) and os.environ.get(VARIABLE) != _FULL:
             trace = _shorten(error, trace)
+        _tell_torchrun(error)
         return previous(kind, error, trace)
 
     sys.excepthook = shortened
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Writes the error as torch's `record` does, unless that has written it.
+
+    If the cause is on another rank, writes only the first line, and a later time than the cause's.
+    """
+    path = os.environ.get(_FOR_TORCHRUN)
+    if not path or os.path.exists(path) or not isinstance(error, Exception):
+        return
+    text = "".join(traceback.format_exception(error)).rstrip()
+    time_s = int(time.time())
+    if isinstance(error, PeerFailed | RankLost):
+        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        time_s += _LATER_S
+    details = {"py_callstack": text, "timestamp": str(time_s)}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def _shorten(error: UndertowError, trace: TracebackType | None) -> TracebackType | None:

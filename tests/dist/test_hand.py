@@ -154,7 +154,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     assert text_of(ConfigError, lambda: manager.get_bucket_index(torch.zeros(3))) == (
         "a tensor of shape (3,) belongs to no bucket.\n"
         "  GradientBucketManager of 1 tensors in 1 buckets\n"
-        "  Give the manager this very tensor when you make it (the parameter, not a copy or its gradient)."
+        "  Give this tensor itself to the manager when you make it: the parameter, not a copy or its gradient."
     )
     for index in (1, -1):
         assert text_of(ConfigError, partial(manager.reduce_bucket_async, index)) == (

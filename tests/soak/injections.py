@@ -50,7 +50,7 @@ KINDS = {
     ),
     "stopped": Kind(
         others="StallTimeout",
-        says=r"rank {rank} has not come.*rank {rank}: (stopped|no answer)",
+        says=r"rank {rank} has not arrived.*rank {rank}: (stopped|no answer)",
         exit_code=-9,
         settings={"stall_warning_s": 0.5, "stall_timeout_s": STALL_TIMEOUT_S},
         is_in_construction=False,

@@ -88,7 +88,7 @@ def save_checkpoint(
         CheckpointError: On every rank, if saving fails on one, or if the save in the background
             before this one has failed, or hangs, or if the name of `path` ends in ".new".
         PlanMismatch: On every rank, if the ranks' optimizers have different settings.
-        ConfigError: If `keep` is not a number from 1 on.
+        ConfigError: If `keep` is not a whole number of at least 1.
     """
     _require_keep(keep)
     optimizers = _listed(optimizer)
@@ -187,7 +187,7 @@ def _require_keep(keep: object) -> None:
         keep is None or (is_number and keep >= 1),  # type: ignore[operator]  # it is a number
         f"keep={keep!r} is not a number of checkpoints.",
         where="save_checkpoint",
-        remedy="Give a number from 1 on, or leave it out to remove none.",
+        remedy="Give a whole number of at least 1, or leave it out to remove none.",
     )
 
 

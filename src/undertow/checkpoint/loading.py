@@ -48,10 +48,9 @@ class Loading:
         num_saved = len(index["optimizers"])
         require(
             len(self._optimizers) in (0, num_saved),
-            f"the number of optimizers is {len(self._optimizers)}, and {num_saved} in the "
-            "checkpoint.",
+            f"optimizers in the checkpoint: {num_saved}; given: {len(self._optimizers)}.",
             where=str(folder),
-            remedy="Give all of them, ordered as they were saved, or load the model alone: "
+            remedy="Give all of them, in the order of the save, or load the model alone: "
             "load_checkpoint(path, model).",
             error=CheckpointError,
         )

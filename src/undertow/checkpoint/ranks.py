@@ -115,7 +115,7 @@ class CheckpointRanks:
             failure = CheckpointError(
                 f"it was not possible to {self.to} in {self.path}.",
                 where=f"{type(error).__name__}: {error}",
-                remedy="A checkpoint that was there before is still there.",
+                remedy="An earlier checkpoint is still there.",
             )
             text = str(error if isinstance(error, CheckpointError) else failure)
         failed = [text for text in self.from_all(text) if text]

@@ -172,7 +172,7 @@ class SyncConfig:
         every = self.check_replicas_every
         _require(
             every is None or (type(every) is int and every > 0),
-            "check_replicas_every must be a whole number of synchronizations from 1 on, got "
+            "check_replicas_every must be a whole number of synchronizations, at least 1, got "
             f"{every!r}.",
             "Give a number, such as 100, or leave it out for no comparison.",
         )

@@ -110,8 +110,8 @@ class Profile:
                 ready_us <= self.backward_us + _ROUNDING_US,
                 f"ready_us of {path} must not be after the end of backward, got {brief(ready_us)}.",
                 where=f"backward_us is {brief(self.backward_us)}",
-                remedy="Count from the beginning of backward; a gradient that never comes has "
-                "backward_us.",
+                remedy="Count from the beginning of backward; a gradient that never arrives "
+                "has backward_us.",
             )
             require(
                 spec.name not in names,

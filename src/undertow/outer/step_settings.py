@@ -55,7 +55,7 @@ class StepSettings:
             del self._of_steps[step]
 
     def restart(self) -> None:
-        """Forgets all steps: every rank goes on from a saved state."""
+        """Forgets all steps: every rank continues from a saved state."""
         self.digest = 0
         self._of_steps.clear()
 

@@ -280,7 +280,7 @@ def stall_text(answers: Answers, gone: Mapping[int, str], *, num_ranks: int) -> 
         key=lambda item: item[1].waited_s,
     )
     if late:
-        why = f"{named(late)} {'have' if len(late) > 1 else 'has'} not come"
+        why = f"{named(late)} {'have' if len(late) > 1 else 'has'} not arrived"
     else:
         waits = {key[1] for key in answers.entries}
         why = ALL_WAIT if len(waits) > 1 else ALL_WAIT_FOR_IT

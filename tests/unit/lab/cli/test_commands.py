@@ -123,7 +123,7 @@ def test_a_folder_that_does_not_exist_is_named(command: str, undertow: Undertow)
         2,
         "",
         f"Error: the folder 'nowhere' does not exist.\n  undertow {command} nowhere\n"
-        "  Name the folder into which the run has written.\n",
+        "  Give the folder that the run wrote its files to.\n",
     )
 
 

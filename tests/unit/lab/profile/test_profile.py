@@ -74,7 +74,7 @@ def number(name: str, shown: str, limit: str = "zero or more") -> str:
         (
             {"ready_us": (40.0, 41.5, 10.0)},
             "ready_us of params[1] ('b') must not be after the end of backward, got 41.5.\n  backward_us is 40.0\n"
-            "  Count from the beginning of backward; a gradient that never comes has backward_us.",
+            "  Count from the beginning of backward; a gradient that never arrives has backward_us.",
         ),
         (
             {"params": tuple(spec(name, 10) for name in ("a", "b", "a"))},
