@@ -4,15 +4,18 @@ An UndertowError explains itself: its reader needs the line of the script, and n
 the library. UNDERTOW_TRACEBACK=full shows all frames, for a report of a bug.
 
 torchrun prints a summary after the texts of all ranks. It takes each rank's error from a file, if
-the rank has written one, so the cause is the last text on the screen.
+the rank has written one, so the cause is the last text on the screen. There it is short: the lines
+of the script, without those of installed packages.
 """
 
 import contextlib
 import json
 import os
 import sys
+import sysconfig
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +26,9 @@ _FULL = "full"
 _HINT = f"Frames of Undertow are left out: {VARIABLE}={_FULL} shows them."
 _PACKAGE = __name__.partition(".")[0]
 _FOLDER = str(Path(__file__).parent) + os.sep
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 _FOR_TORCHRUN = "TORCHELASTIC_ERROR_FILE"
 _LATER_S = 2  # torchrun knows whole seconds, and takes the first failure for the cause
 
@@ -51,7 +57,8 @@ def _tell_torchrun(error: BaseException) -> None:
     path = os.environ.get(_FOR_TORCHRUN)
     if not path or os.path.exists(path) or not isinstance(error, Exception):
         return
-    text = "".join(traceback.format_exception(error)).rstrip()
+    trace = _without(error.__traceback__, _is_of_a_package)
+    text = "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
     time_s = int(time.time())
     if isinstance(error, PeerFailed | RankLost):
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -86,12 +93,18 @@ def _before(error: BaseException) -> BaseException | None:
 def without_frames_of_undertow(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback of the frames outside of the package; the same one if it has none inside
     of it, or only such."""
+    return _without(trace, _is_ours)
+
+
+def _without(
+    trace: TracebackType | None, is_left_out: Callable[[TracebackType], bool]
+) -> TracebackType | None:
     entries = []
     entry = trace
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
-    kept = [it for it in entries if not _is_ours(it)]
+    kept = [it for it in entries if not is_left_out(it)]
     if not kept or len(kept) == len(entries):
         return trace
     shortened = None
@@ -106,3 +119,9 @@ def _is_ours(entry: TracebackType) -> bool:
     module = str(entry.tb_frame.f_globals.get("__name__"))
     is_inside = entry.tb_frame.f_code.co_filename.startswith(_FOLDER)
     return is_inside or module.partition(".")[0] == _PACKAGE
+
+
+def _is_of_a_package(entry: TracebackType) -> bool:
+    """True for Undertow, other installed packages and Python's own library."""
+    path = entry.tb_frame.f_code.co_filename
+    return _is_ours(entry) or path.startswith((*_INSTALLED, "<frozen "))

@@ -44,7 +44,7 @@ BOTH = """AdamW steps on parameters that a ShardedOptimizer updates.
   Step the ShardedOptimizer, and leave its parameters out of other optimizers."""
 CLIPPED = """the gradient of 'weight' is sharded: no rank has all of it.
   aten.linalg_vector_norm.default
-  Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), or call zero_grad() before you write it."""
+  Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), or call zero_grad() before writing."""
 POSITIONAL = """settings are given by name, got 'zero1' without one.
   SyncConfig
   Write SyncConfig(strategy=...)."""

@@ -99,7 +99,7 @@ def for_torchrun(script: str, folder: Path) -> tuple[str, str, int]:
     return message["message"], message["extraInfo"]["py_callstack"], int(message["extraInfo"]["timestamp"])
 
 
-@pytest.mark.parametrize("ending", ["configured()", "raise ValueError('row 7 has no label')"])
+@pytest.mark.parametrize("ending", ["configured()", "raise ValueError('row 7 has no label')", "import json; json.loads('')"])
 def test_torchrun_gets_the_error_with_the_lines_of_the_script(ending: str, tmp_path: Path) -> None:
     message, text, _ = for_torchrun(SCRIPT.replace("\nconfigured()", f"\n{ending}"), tmp_path)
     lines = text.splitlines()

@@ -125,5 +125,5 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
         f"the gradient of {name!r} is sharded: no rank has all of it.",
         where=str(op),
         remedy="Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), "
-        "or call zero_grad() before you write it.",
+        "or call zero_grad() before writing.",
     )
