@@ -41,9 +41,9 @@ def shorten_tracebacks() -> None:
     def shortened(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> object:
+        _tell_torchrun(error)
         if isinstance(error, UndertowError) and os.environ.get(VARIABLE) != _FULL:
             trace = _shorten(error, trace)
-        _tell_torchrun(error)
         return previous(kind, error, trace)
 
     sys.excepthook = shortened

@@ -106,6 +106,7 @@ def test_torchrun_gets_the_error_with_the_lines_of_the_script(ending: str, tmp_p
     assert lines[0] == "Traceback (most recent call last):"
     assert set(places(lines)) == {"script.py"}
     assert message.partition("\n")[0] in text
+    assert HINT not in text
 
 
 @pytest.mark.parametrize("kind", ["PeerFailed", "RankLost"])

@@ -114,10 +114,10 @@ class GradientBucket:
 
         Args:
             process_group: The ranks; the default group if None.
-            op: The operation; the bucket has its result as it is, a sum by default.
+            op: The operation; the bucket gets its result unchanged, by default the sum.
 
         Returns:
-            A handle that can be waited for, asked by `is_completed()`, and awaited.
+            A handle with `wait()` and `is_completed()`; code with asyncio can await it.
 
         Raises:
             PhaseError: If `prepare` was not called for this reduction.
@@ -329,7 +329,7 @@ class GradientBucketManager:
             op: The operation over ranks.
 
         Returns:
-            A handle that can be waited for, asked by `is_completed()`, and awaited.
+            A handle with `wait()` and `is_completed()`; code with asyncio can await it.
         """
         buckets = self.buckets
         require(
@@ -349,7 +349,7 @@ class GradientBucketManager:
             op: The operation over ranks.
 
         Returns:
-            One handle of all reductions: wait for it, ask it by `is_completed()`, or await it.
+            One handle of all reductions, with `wait()` and `is_completed()`; asyncio can await it.
         """
         for bucket in self.buckets:
             bucket.prepare()

@@ -36,7 +36,7 @@ class Outer:
             steps and the link.
         delay: Steps of training that hide an exchange; 0 waits for it at once. A fragment loses the
             training of its replica in them. "auto" measures, and takes a tenth of `every` at most.
-        wire: The format of differences, as `SyncConfig.wire`; None: full width.
+        wire: The format of differences, as `SyncConfig.wire`; None is full width.
         mix: The share that a replica keeps of the parameters it has, from 0 to less than 1.
 
     Raises:
