@@ -5,7 +5,7 @@ the library. UNDERTOW_TRACEBACK=full shows all frames, for a report of a bug.
 
 torchrun prints a summary after the texts of all ranks. It takes each rank's error from a file, if
 the rank has written one, so the cause is the last text on the screen. There it is short: the lines
-of the script, without those of installed packages.
+of the script, without the lines of installed packages.
 """
 
 import contextlib

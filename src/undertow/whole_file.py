@@ -1,4 +1,4 @@
-"""Files for users: a folder that must exist, and a file of which no half remains."""
+"""Files for users: a folder must exist, and a file is written whole or not at all."""
 
 import gzip
 import os

@@ -32,7 +32,7 @@ _ENDS_LATER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a rank has to know of a save in the background."""
+    """The facts of a background save that a rank needs."""
 
     path: Path
     token: str  # tells it from all other saves
@@ -51,7 +51,7 @@ class BackgroundSave:
     process does not end before the thread does.
 
     Args:
-        task: What the thread has to do.
+        task: The work of the thread.
         own_files: The copies of this rank's files, by name.
     """
 

@@ -72,9 +72,9 @@ class Loading:
         ]
 
     def _require_whole(self) -> None:
-        """Raises CheckpointError if a file is missing, damaged or too many, whoever needs it.
+        """Raises CheckpointError if a file is missing, damaged or too many.
 
-        Some rank looks at each file.
+        Some rank looks at each file, even if no rank needs it.
         """
         index, folder, ranks = self.index, self._folder, self._ranks
         for number, (name, entries) in enumerate(index["files"].items()):

@@ -1,4 +1,4 @@
-"""The settings with which optimizers step, which replicas compare with their exchanges."""
+"""The settings that optimizers step with. Replicas compare them in their exchanges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of a parameter of which this rank has a shard.
+"""The gradient of a parameter, on a rank that has only a shard of it.
 
 Reasons: docs/design/sharded-optimizer.md.
 """

@@ -131,7 +131,7 @@ class GradientSync:
 
     @property
     def config(self) -> SyncConfig:
-        """The settings in use, those of experts included."""
+        """The settings in use, including the settings of experts."""
         groups = tuple(group for part in self._parts for group in part.config.experts)
         return dataclasses.replace(self._config, experts=groups) if self.experts else self._config
 
