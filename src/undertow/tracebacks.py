@@ -52,21 +52,23 @@ def shorten_tracebacks() -> None:
 def _tell_torchrun(error: BaseException) -> None:
     """Writes the error as torch's `record` does, unless that has written it.
 
-    If the cause is on another rank, writes only the first line, and a later time than the cause's.
+    If the cause is on another rank, writes no traceback, and a later time than the cause's.
     """
     path = os.environ.get(_FOR_TORCHRUN)
     if not path or os.path.exists(path) or not isinstance(error, Exception):
         return
-    trace = _without(error.__traceback__, _is_of_a_package)
-    text = "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
-    time_s = int(time.time())
+    message = f"{type(error).__name__}: {error}"
     if isinstance(error, PeerFailed | RankLost):
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        time_s += _LATER_S
-    details = {"py_callstack": text, "timestamp": str(time_s)}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+        text, later_s = message, _LATER_S
+    else:
+        trace = _without(error.__traceback__, _is_of_a_package)
+        text = "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
+        later_s = 0
+    details = {"py_callstack": text, "timestamp": str(int(time.time()) + later_s)}
     with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+        Path(path).write_text(
+            json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8"
+        )
 
 
 def _shorten(error: UndertowError, trace: TracebackType | None) -> TracebackType | None:
