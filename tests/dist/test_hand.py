@@ -305,7 +305,7 @@ def test_a_gradient_that_was_replaced_since_the_manager_was_made_is_refused() ->
         model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         assert text_of(PhaseError, manager.reduce_all_async) == (
-            "gradient 0 of bucket 0 is out of date: it was the .grad of a parameter, and is not now.\n"
+            "gradient 0 of bucket 0 is out of date: it is no longer the .grad of its parameter.\n"
             "  a tensor of shape (1, 2)\n"
             "  Give the parameters instead of their gradients, or call zero_grad(set_to_none=False)."
         )

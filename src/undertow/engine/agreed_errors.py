@@ -155,8 +155,8 @@ def warn_of_late_average(where: str, *, follows_forward: bool) -> None:
     if follows_forward:
         what, remedy = "all their backwards ran inside accumulate() or no_sync()", _LAST_BACKWARD
     warnings.warn(
-        f"an optimizer steps on gradients that were not averaged: {what}. They have been averaged "
-        "before the step, when no backward hides it. A norm that was clipped before was this "
+        f"an optimizer steps on gradients that were not averaged: {what}. They are averaged now, "
+        "before the step, and no backward hides that. A norm that was clipped earlier was this "
         f"rank's own.\n  {where}\n  {remedy}",
         stacklevel=2,
     )

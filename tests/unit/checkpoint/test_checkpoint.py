@@ -370,14 +370,14 @@ INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{name} as a list": (change_index(**{name: [1]}), f"has a '{name}' that save_checkpoint does not write: ")
         for name in ("save", "saved_ns", "extra_states", "files", "optimizers")
     },
-    "an optimizer as a list": (change_index(optimizers=[[]]), "has 'optimizers' as save_checkpoint"),
-    "a group as a list": (change_optimizer(param_groups=[["0.weight"]]), "has 'optimizers' as save_checkpoint"),
-    "parameters as an object": (change_group(params={"0.weight": 1}), "has 'optimizers' as save_checkpoint"),
-    "axes as a list": (change_optimizer(axes=[]), "has 'optimizers' as save_checkpoint"),
+    "an optimizer as a list": (change_index(optimizers=[[]]), "has a 'optimizers' that save_checkpoint"),
+    "a group as a list": (change_optimizer(param_groups=[["0.weight"]]), "has a 'optimizers' that save_checkpoint"),
+    "parameters as an object": (change_group(params={"0.weight": 1}), "has a 'optimizers' that save_checkpoint"),
+    "axes as a list": (change_optimizer(axes=[]), "has a 'optimizers' that save_checkpoint"),
     "other axes": (change_optimizer(axes={"0.weight": [1, 0, 2]}), "has other axes of '0.weight'"),
-    "a time in the past": (change_index(saved_ns=-1), "has 'saved_ns' as save_checkpoint"),
-    "outer as a list": (change_index(outer=[], num_replicas=1, writers=[[0]]), "has 'outer' as save_checkpoint"),
-    "no replicas": (change_index(outer=OUTER, num_replicas=0, writers=[]), "has 'num_replicas' as save_checkpoint"),
+    "a time in the past": (change_index(saved_ns=-1), "has a 'saved_ns' that save_checkpoint"),
+    "outer as a list": (change_index(outer=[], num_replicas=1, writers=[[0]]), "has a 'outer' that save_checkpoint"),
+    "no replicas": (change_index(outer=OUTER, num_replicas=0, writers=[]), "has a 'num_replicas' that save_checkpoint"),
     "writers of others": (change_index(outer=OUTER, num_replicas=2, writers=[[0]]), "has 'writers' of 1 replicas, not 2"),
     "replicas that are missing": (change_index(outer=OUTER, num_replicas=1, writers=[[0]]), "outer.safetensors is missing"),
     **{
