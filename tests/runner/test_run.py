@@ -261,20 +261,19 @@ BAD: dict[str, tuple[tuple[str, ...], int, str]] = {
     "no command": (
         (),
         2,
-        "no command is given.\n  undertow run\n"
-        "  Write the command that starts the training after it: undertow run torchrun --nproc-per-node=2 train.py\n",
+        "no command is given.\n  Write the command that starts the training: undertow run torchrun --nproc-per-node=2 train.py\n",
     ),
     "an unknown command": (
         ("torchrunn", "x.py"),
         127,
-        "torchrunn cannot be started: No such file or directory.\n  undertow run\n"
-        "  Give the command as you would without `undertow run`.\n",
+        "torchrunn cannot be started: No such file or directory.\n"
+        "  Check the command: it must start without `undertow run` too.\n",
     ),
     "a file that is no program": (
         ("{folder}/data.txt",),
         126,
-        "{folder}/data.txt cannot be started: Permission denied.\n  undertow run\n"
-        "  Give the command as you would without `undertow run`.\n",
+        "{folder}/data.txt cannot be started: Permission denied.\n"
+        "  Check the command: it must start without `undertow run` too.\n",
     ),
     "an unknown setting": (
         ("--set", "bucket_cap=3", "python", "x.py"),
@@ -284,7 +283,7 @@ BAD: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a setting without a value": (
         ("--set", "record", "python", "x.py"),
         2,
-        "--set record gives no value.\n  undertow run\n  Write --set name=value, without spaces.\n",
+        "--set record gives no value.\n  Write --set name=value, without spaces.\n",
     ),
     "a folder that cannot be": (
         ("--out", "{folder}/data.txt", "python", "x.py"),

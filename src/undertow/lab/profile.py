@@ -46,6 +46,10 @@ _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
 FIELDS = (FORMAT_FIELD, *_SIMPLE, "params", "costs", "buckets", "wires")
 PARAM_FIELDS = ("name", "ready_us", "shape", "dtype", "device", "sparse", "whole")
 _REMEDY = "The command `undertow docs profiles` shows the format and an example."
+_NO_FILE = (
+    "Give a file that save_profile() has written, or the example gpt2. `undertow docs profiles` "
+    "shows the format."
+)
 _ROUNDING_US = 1.0  # two times of a step may disagree by this much, as each is rounded separately
 
 
@@ -266,7 +270,7 @@ def profile_from_file(path: str | Path) -> Profile:
         contents = profile_path(path).read_bytes()
     except OSError as error:
         where = error.strerror or str(error)
-        raise ConfigError(f"{path} cannot be read.", where=where, remedy=_REMEDY) from error
+        raise ConfigError(f"{path} cannot be read.", where=where, remedy=_NO_FILE) from error
     return profile_from_json(contents, str(path))
 
 

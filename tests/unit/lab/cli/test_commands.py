@@ -238,7 +238,7 @@ REFUSALS = {
     "plan small.json --strategy zero3": (
         "strategy 'zero3' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.\n"
     ),
-    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  The command `undertow docs profiles`",
+    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  Give a file that save_profile() has ",
     "plan broken.json": "broken.json is not JSON.\n  Expecting ',' delimiter: line 1 column",  # told from a plan
     "simulate small.json": (
         f"the costs of 'ddp' over 4 ranks are unknown.\n  the profile 'small' has costs of nothing, 'ddp' over 4 ranks\n{NODES}"
