@@ -549,7 +549,7 @@ def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there() -> Non
     assert text_of(PhaseError, SGD(model.parameters(), lr=0.1).step) == (
         "SGD steps on parameters that a ShardedOptimizer updates.\n"
         f"  rank {dist.get_rank()}: each rank has its shards of the gradients only\n"
-        "  Give all parameters to ShardedOptimizers, and step those."
+        "  Step the ShardedOptimizer, and leave its parameters out of other optimizers."
     )
     model.close()
 

@@ -27,10 +27,10 @@ OUTSIDE = """process_group must be a torch.distributed.ProcessGroup, got int.
   Pass what torch.distributed.new_group() returned; a rank outside of the group does not wrap."""
 WRAPPED = """this module is wrapped already, by torch's own DistributedDataParallel.
   DistributedDataParallel(torch.nn.parallel.DistributedDataParallel(...))
-  Give the bare module."""
+  Wrap the bare module once, without torch's class."""
 UNWRAPPED = """target must be the result of attach() or DistributedDataParallel, got Linear.
   ShardedOptimizer
-  Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. Parameters or groups come third: \
+  Wrap the model first, then write ShardedOptimizer(torch.optim.AdamW, model, lr=...). Parameters or groups come third: \
 ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...)."""
 INSTANCE = """cls must be a class of optimizers, got an instance of AdamW.
   ShardedOptimizer
@@ -41,10 +41,10 @@ PLAIN = """strategy='zero1' needs a sharded optimizer, and AdamW is not one.
   Make it with undertow.ShardedOptimizer(torch.optim.AdamW, model, ...)."""
 BOTH = """AdamW steps on parameters that a ShardedOptimizer updates.
   rank {rank}: each rank has its shards of the gradients only
-  Give all parameters to ShardedOptimizers, and step those."""
+  Step the ShardedOptimizer, and leave its parameters out of other optimizers."""
 CLIPPED = """the gradient of 'weight' is sharded: no rank has all of it.
   aten.linalg_vector_norm.default
-  Clip with optimizer.clip_grad_norm_(), look at all of it with model.full_gradient(param), or zero_grad() first."""
+  Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), or call zero_grad() before writing."""
 POSITIONAL = """settings are given by name, got 'zero1' without one.
   SyncConfig
   Write SyncConfig(strategy=...)."""

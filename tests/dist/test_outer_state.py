@@ -78,7 +78,7 @@ def test_own_parameters_without_the_outer_state_are_an_error_that_names_it() -> 
     with replica(Net(), Outer(every=4, fragments=1, delay=0)) as ddp:
         ddp.load_state_dict(own)
         text = text_of(ReplicaMismatch, lambda: train(ddp, adamw(ddp), range(6, 12)))
-    assert "A run that goes on needs the saved state of model.outer on every rank too." in text
+    assert "A run that resumes also needs the saved state of model.outer on every rank." in text
 
 
 def swap(ddp: DistributedDataParallel, *, trains: bool = False, on: int | None = None) -> None:

@@ -61,10 +61,10 @@ def test_a_plan_that_changes_leaves_every_bit_of_training_as_it_was(name: str, m
 
 HOOK, PINNED, DETERMINISTIC = "hook", "pinned", "deterministic"
 FIXED: dict[str, tuple[dict[str, Any], str]] = {
-    "size": ({"bucket_cap_mb": 1e-4}, "bucket_cap_mb=0.0001 was asked for"),
+    "size": ({"bucket_cap_mb": 1e-4}, "bucket_cap_mb=0.0001 is set"),
     "not tuned": ({"auto_tune": False}, "auto_tune=False: sizes follow from the size of the model"),
     "not recorded": ({"record": "off"}, "record='off': nothing is measured"),
-    "no overlap": ({"overlap": False}, "overlap=False: nothing is to be hidden"),
+    "no overlap": ({"overlap": False}, "overlap=False: no communication is hidden"),
     PINNED: ({}, "it is pinned: SyncConfig(plan=...)"),
     HOOK: ({}, "a communication hook may keep state for every bucket"),
     DETERMINISTIC: (
@@ -97,11 +97,11 @@ def test_a_plan_that_was_asked_for_stays(name: str) -> None:
 
 
 AUTO = {
-    "size": "bucket_cap_mb=0.0001 was asked for; wire='auto' tries formats: sizes follow from the size of the model; "
+    "size": "bucket_cap_mb=0.0001 is set; wire='auto' tries formats: sizes follow from the size of the model; "
     "others will be tried",
     "not tuned": "auto_tune=False: sizes follow from the size of the model; wire='auto' keeps full width",
     "not recorded": "record='off': nothing is measured; wire='auto' keeps full width",
-    "no overlap": "overlap=False: nothing is to be hidden; wire='auto' keeps full width",
+    "no overlap": "overlap=False: no communication is hidden; wire='auto' keeps full width",
 }
 
 

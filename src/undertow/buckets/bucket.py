@@ -182,7 +182,7 @@ class LiveBucket:
             return frozenset()
         (values, handles), self._late_sent = self._late_sent, None
         reducer = self._shared.reducer
-        with reducer.group.waiting(f"what came late for {self.label}"):
+        with reducer.group.waiting(f"late gradients of {self.label}"):
             for handle in handles:
                 handle.wait()
         # They have no trailer, but their reduced values are the same on all ranks.

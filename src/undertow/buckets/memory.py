@@ -87,7 +87,7 @@ class BucketMemory:
         self._num_uses = self._count_uses()
 
     def release(self) -> None:
-        """Frees the memory, except the parts that other code holds. It is not used any more."""
+        """Frees the memory, except the parts that other code holds. It is no longer used."""
         self.flat = self.trailer = torch.empty(0)
         self.trailer_array = None
         self.views = []

@@ -153,7 +153,7 @@ class BucketedDDPHooks:
         )
 
     def close(self) -> None:
-        """Removes the hooks from the model; gradients are not averaged any more."""
+        """Removes the hooks from the model; gradients are no longer averaged."""
         self.sync.close()
 
 
@@ -181,7 +181,7 @@ def checked(
         type(module) is not TorchDistributedDataParallel,
         "this module is wrapped already, by torch's own DistributedDataParallel.",
         where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
-        remedy="Give the bare module.",
+        remedy="Wrap the bare module once, without torch's class.",
     )
     require_settings(config)
     require_unmanaged(module, caller=caller)

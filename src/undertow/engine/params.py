@@ -266,7 +266,7 @@ def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str
     old, new = {spec.name: spec for spec in before}, {spec.name: spec for spec in after}
     for name in (*old, *new):
         if name not in new:
-            return f"parameter {name!r} is not trained any more"
+            return f"parameter {name!r} is no longer trained"
         if name not in old:
             return f"parameter {name!r} is trained now"
         if old[name] != new[name]:

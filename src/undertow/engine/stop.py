@@ -23,7 +23,7 @@ class StopRequest:
 
     def __init__(self, group: OwnGroup, *, is_of_replica: bool) -> None:
         self.is_requested = False  # on all ranks, from the same step on
-        self.is_closed = False  # nothing synchronizes the model any more
+        self.is_closed = False  # the model is no longer synchronized
         self.grace_s: float | None = None  # after a signal, if the user has told it
         self._group, self._is_of_replica = group, is_of_replica
         self._is_here = False  # a signal has arrived on this rank

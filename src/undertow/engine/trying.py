@@ -213,7 +213,7 @@ class Trying:
                 "torch.use_deterministic_algorithms is on, and another plan rounds differently"
             )
         elif self._num_times_blocked == _MOST_TIMES_BLOCKED:
-            self.stopped = "another model of this process tries plans"
+            self.stopped = "another model of this process is trying plans"
 
     def _drop(self) -> None:
         assert self.trials is not None

@@ -212,10 +212,10 @@ def why_fixed(reducer: Reducer, *, counts_cap: bool = True) -> str:
     reasons = (
         (reducer.group.num_ranks == 1, "a single rank has nothing to communicate"),
         (config.plan is not None, "it is pinned: SyncConfig(plan=...)"),
-        (cap is not None, f"bucket_cap_mb={cap} was asked for"),
+        (cap is not None, f"bucket_cap_mb={cap} is set"),
         (reducer.hook is not None, "a communication hook may keep state for every bucket"),
         (config.record == "off", "record='off': nothing is measured"),
-        (not config.overlap, "overlap=False: nothing is to be hidden"),
+        (not config.overlap, "overlap=False: no communication is hidden"),
         (not config.auto_tune, "auto_tune=False: sizes follow from the size of the model"),
     )
     return next((reason for applies, reason in reasons if applies), "")

@@ -468,7 +468,7 @@ class OuterSync(StepListener):
 
     def _are_global(self, values: Values) -> bool:
         """Returns True if these are the values of the global parameters, which `save_global` has
-        put into a state dict: training goes on from there, with the same outer momentum."""
+        put into a state dict: training continues from there, with the same outer momentum."""
         if self._state_dicts is None or not self._fragments.have_stepped:
             return False
         found = map(self._fragments.global_copy, self.loads.present().values())

@@ -1,4 +1,4 @@
-"""The gradient of a parameter of which this rank has a shard.
+"""The gradient of a parameter, on a rank that has only a shard of it.
 
 Reasons: docs/design/sharded-optimizer.md.
 """
@@ -124,6 +124,6 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
     return ShardedGradientError(
         f"the gradient of {name!r} is sharded: no rank has all of it.",
         where=str(op),
-        remedy="Clip with optimizer.clip_grad_norm_(), look at all of it with "
-        "model.full_gradient(param), or zero_grad() first.",
+        remedy="Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), "
+        "or call zero_grad() before writing.",
     )

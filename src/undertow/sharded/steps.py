@@ -151,7 +151,8 @@ class ShardedSteps(StepListener):
             raise PhaseError(
                 f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
                 where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
-                remedy="Give all parameters to ShardedOptimizers, and step those.",
+                remedy="Step the ShardedOptimizer, and leave its parameters out of other "
+                "optimizers.",
             )
 
     def lay_out(self) -> None:

@@ -24,7 +24,7 @@ class ModuleSync:
     group of experts, in the order of the settings.
 
     A GradientSync holds this object, and so do the hooks of an attached module. When nothing holds
-    it any more, the synchronization is closed.
+    it, the synchronization is closed.
     """
 
     def __init__(self, own: GroupSync) -> None:

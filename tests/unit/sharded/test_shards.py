@@ -46,7 +46,7 @@ def test_nan_does_not_stay_between_parameters() -> None:
     assert sum(gap.numel() for gap in gaps) == bucket.numel - 1120
 
 
-REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with model.full_gradient(param), or zero_grad() first."
+REMEDY = "Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), or call zero_grad() before writing."
 
 
 def linear() -> nn.Linear:

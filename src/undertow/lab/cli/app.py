@@ -36,9 +36,9 @@ _Sweep = Annotated[
 _Optimizer = Annotated[
     str | None,
     option(
-        '"adamw", "sgd" or "muon" divides update_us of the profile, measured with this '
-        "optimizer, by the work of the rank with the most. With muon, matrices have one owner "
-        "each, except embeddings and heads by their names. By default an update takes as long as "
+        '"adamw", "sgd" or "muon": predict the update of this optimizer in shards, from a profile '
+        "that was measured with it. The rank with the most work counts. With muon each matrix has "
+        "one owner, except embeddings and heads (by name). By default an update takes as long as "
         "in the profile."
     ),
 ]
@@ -257,8 +257,8 @@ def simulate(  # noqa: PLR0913  # one argument per option
         float | None,
         option(
             "Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest "
-            "rank is shown. This and the next three are by default as measured, or else as in "
-            "`undertow docs fidelity`."
+            "rank is shown. The defaults of this and the next three options are as measured, or as "
+            "in `undertow docs fidelity`."
         ),
     ] = None,
     contention: Annotated[

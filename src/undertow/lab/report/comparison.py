@@ -88,4 +88,6 @@ def print_steps(steps: Sequence[SimulatedStep], console: Console) -> None:
         highlight=False,
     )
     low, high = (f"{share - 1:+.0%}" for share in BAND)
-    console.print(f"Nine of ten published step times are {low} to {high} off their predictions.")
+    console.print(
+        f"Nine of ten published step times are within {low} and {high} of their predictions."
+    )

@@ -124,7 +124,7 @@ def test_a_folder_that_does_not_exist_is_named(command: str, undertow: Undertow)
         2,
         "",
         f"Error: the folder 'nowhere' does not exist.\n  undertow {command} nowhere\n"
-        "  Name the folder into which the run has written.\n",
+        "  Give the folder that the run wrote its files to.\n",
     )
 
 
@@ -239,7 +239,7 @@ REFUSALS = {
     "plan small.json --strategy zero3": (
         "strategy 'zero3' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.\n"
     ),
-    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  The command `undertow docs profiles`",
+    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  Give a file that save_profile() has ",
     "plan broken.json": "broken.json is not JSON.\n  Expecting ',' delimiter: line 1 column",  # told from a plan
     "simulate small.json": (
         f"the costs of 'ddp' over 4 ranks are unknown.\n  the profile 'small' has costs of nothing, 'ddp' over 4 ranks\n{NODES}"
