@@ -69,7 +69,7 @@ def tables() -> dict[str, Table]:
     cells = [cell for cell in read_cells(MATRIX) if cell["kind"] == "shaped" and OURS in _steps(cell)]
     compared = [cell for cell in cells if _BEST in _steps(cell)]  # with all systems
     parts = _recorded()
-    rows, of_sizes = (_dated_rows(parts, name) for name in (shaped.NAME, "model-size"))
+    rows = _dated_rows(parts, shaped.NAME)
     of_parts = {quality.NAME: _quality, outer.NAME: _outer_quality, outer.DOCSTRINGS: _outer_quality}
     return {
         "readme": _readme(rows),
@@ -78,7 +78,6 @@ def tables() -> dict[str, Table]:
         "outer-link": _outer_link(rows),
         "summary": _summary(compared),
         "systems": _systems(compared),
-        "model-size": _model_size(of_sizes),
         "targets": _targets(parts),
         "guard": _guard(),
         "demo": _demo(parts),
@@ -230,16 +229,6 @@ def _systems(cells: Sequence[Cell]) -> Table:
     steps = {ranks: _steps(_cell(cells, "replay", ranks)) for ranks in (2, 4)}
     rows = [[title, *(f"{steps[ranks][name]:.0f}" for ranks in steps)] for name, title in _SYSTEMS.items()]
     return [["whole step over 1 Gb/s, ms", "2 ranks", "4 ranks"], *sorted(rows, key=lambda row: int(row[1]), reverse=True)]
-
-
-def _model_size(rows: Sequence[Cell]) -> Table:
-    names = list(dict.fromkeys(row["system"] for row in rows))
-    lines = []
-    for size in dict.fromkeys((row["num_params"], row["tensors"]) for row in rows):
-        by_name = {row["system"]: row for row in rows if row["num_params"] == size[0]}
-        times = (f"{by_name[name]['step_ms']:.0f}" for name in names)
-        lines.append([f"{size[0] / 1e6:.1f} M", str(size[1]), *times, f"**{by_name['Undertow']['times_faster']:.1f}**"])
-    return [["parameters", "tensors", *(f"{name}, ms" for name in names), "times faster"], *lines]
 
 
 def _targets(parts: Mapping[str, Any]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks import host_overhead, memory, model_size, muon, recording, simulator, watching
+from benchmarks import host_overhead, memory, muon, recording, simulator, watching
 from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell, row_where
 
 
@@ -44,12 +44,6 @@ PARTS = (
         title="Memory for gradients: 101 MB of them, 2 ranks",
         measure=memory.measure,
         judge=memory.judge,
-    ),
-    Part(
-        name="model-size",
-        title="Times faster than one reduction per parameter, by the size of the model: GPTs, 2 ranks, shaped 1 Gb/s link",
-        measure=model_size.measure,
-        judge=model_size.judge,
     ),
     Part(
         name="muon",
