@@ -13,6 +13,7 @@ import torch
 from undertow.config import SyncConfig
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts, round_up
+from undertow.ranks.carriers import are_uneven
 from undertow.ranks.dither import Rounding, Turn
 from undertow.ranks.exchanges import Exchanges, accumulation_dtype, exchanges_over
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
@@ -48,9 +49,17 @@ class ShardGroups:
             self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
 
     def parcels_of(self, spec: Bucket) -> tuple[Parcel, Parcel | None]:
-        """Returns how a bucket's gradients travel over `shard`, and its shard over `replicate`."""
+        """Returns how a bucket's gradients travel over `shard`, and its shard over `replicate`.
+
+        If one rank owns much more of the bucket than others, ranks add up equal parts:
+        `passed_on` says so.
+        """
         num_shards, rank = self.shard.group.num_ranks, self.shard.group.rank
-        parts = spec.parts(num_shards, num_ranks=self.num_ranks)
+        owned = parts = spec.parts(num_shards, num_ranks=self.num_ranks)
+        all_parts = self.shards_of(spec)
+        if self.passed_on(spec) is not None:
+            parts = spec.equal_parts(num_shards, num_ranks=self.num_ranks, is_padded=False)
+            all_parts = spec.equal_parts(num_shards, num_ranks=self.num_ranks, is_padded=True)
         inside, across = (None, None) if spec.wire is None else self._wires
         # `wire="auto"` does not name a format: the plan has it.
         if inside is None and across is None:
@@ -62,11 +71,11 @@ class ShardGroups:
             narrow_numel=spec.narrow_numel,
             parts=parts,
             is_host=is_host,
-            all_parts=self.shards_of(spec),
+            all_parts=all_parts,
         )
         if self.replicate is None:
             return parcel, None
-        own, num_rows = parts[rank], self.replicate.group.num_ranks
+        own, num_rows = owned[rank], self.replicate.group.num_ranks
         wire = wire_for(across, spec.dtype, spec.itemsize)
         part_numel, padded_numel = spec.shard_numel, num_rows * spec.shard_numel
         if spec.owners is not None:
@@ -96,6 +105,12 @@ class ShardGroups:
             rank = self.replicate.group.rank
             across = across.dithered(turn, Rounding.ACROSS, rank=rank, device=device)
         return inside, across
+
+    def passed_on(self, spec: Bucket) -> list[range] | None:
+        """Returns the parts of ranks that get their means from the ranks that add up equal parts of
+        a bucket; None if each rank adds up its own part."""
+        owned = self.shards_of(spec)
+        return owned if are_uneven(owned) else None
 
     def shards_of(self, spec: Bucket) -> list[range]:
         """Returns the elements of a bucket that each rank of `shard` has, as they are gathered."""
