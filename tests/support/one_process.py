@@ -281,7 +281,7 @@ def hide(tensor: Tensor) -> None:
 class FakeCollectives:
     """Exchanges of parts: the results of Exchanges. `number` identifies a gather, which ranks start in any order."""
 
-    def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
+    def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float, is_second: bool = False) -> None:
         self.group, self._divisor = group, divisor
         self._in_flight = 0
         _thread.rank.exchanges.add(self)

@@ -38,15 +38,19 @@ _NUM_EXCHANGES = 1 << 16  # far more than may be in flight
 
 
 class Exchanges:
-    """Exchanges over the group of `carrier`. `divisor` is the divisor of means."""
+    """Exchanges over the group of `carrier`. `divisor` is the divisor of means.
 
-    def __init__(self, carrier: Carrier, *, divisor: float) -> None:
+    The second ones over a group (`is_second`) have other tags, and the gathers.
+    """
+
+    def __init__(self, carrier: Carrier, *, divisor: float, is_second: bool = False) -> None:
         self.group = carrier.group
         self.carrier = carrier
         self._divisor = divisor
         # An exchange sends messages of up to four kinds: parts and their means, and the same of
         # the trailer.
-        self._tags = cycle(range(0, 4 * _NUM_EXCHANGES, 4))
+        first = 4 * _NUM_EXCHANGES * is_second
+        self._tags = cycle(range(first, first + 4 * _NUM_EXCHANGES, 4))
 
     def reduce_scatter(
         self,
@@ -320,7 +324,9 @@ def _whole(tensor: Tensor, group: OwnGroup) -> Parcel:
     return FullWidth(equal_parts(group.num_ranks, part_numel, stop=tensor.numel()))
 
 
-def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Exchanges:
+def exchanges_over(
+    group: OwnGroup, config: SyncConfig, *, divisor: float, is_second: bool = False
+) -> Exchanges:
     """Returns the fastest exchanges for the group's backend; means are divided by `divisor`."""
     require(
         group.hardware.is_host or not group.can.send_from_host,
@@ -332,7 +338,7 @@ def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Ex
     carrier: Carrier = BackendCollectives(group, in_order=config.reduction == "ordered")
     if group.can.send_from_host:
         carrier = PostedMessages(group)
-    return Exchanges(carrier, divisor=divisor)
+    return Exchanges(carrier, divisor=divisor, is_second=is_second)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

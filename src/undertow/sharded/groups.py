@@ -22,10 +22,11 @@ from undertow.wire import Wire, wire_for
 
 
 class ShardGroups:
-    """Exchanges over separate groups: `shard` and, on a mesh, `replicate`. Construction is a
-    collective call.
+    """Exchanges over `shard` and, on a mesh, `replicate`. Construction is a collective call.
 
-    `all_ranks` is the group of all these ranks. Reductions give means over all of them. `close`
+    `all_ranks` is the group of all these ranks. Each axis of a mesh has a group of its own, and so
+    have collectives that a stream runs one after another. Messages that have tags share
+    `all_ranks`: a group is a connection to each other rank. Reductions give means over all of them. `close`
     ends the threads and destroys the groups.
     """
 
@@ -35,15 +36,20 @@ class ShardGroups:
         self._wires = config.wires
         self.param_wire = config.param_wire
         device = all_ranks.device
-        axes = [
-            OwnGroup(axis, device=device, limits=config, within=all_ranks) for axis in user.axes()
-        ]
+        axes = [all_ranks]
+        if user.rows or not all_ranks.can.send_from_host:
+            axes = [
+                OwnGroup(axis, device=device, limits=config, within=all_ranks)
+                for axis in user.axes()
+            ]
+        self._own_axes = [axis for axis in axes if axis is not all_ranks]
         for axis in axes if self.num_ranks > 1 else ():
-            axis.open()  # every rank creates each of them
+            if not axis.is_open:
+                axis.open()  # every rank creates each of them
         # On a mesh, inner sums are not divided: the mean is rounded once, after all summands are
         # added.
         divisor = self.num_ranks if len(axes) == 1 else 1
-        self.shard = exchanges_over(axes[0], config, divisor=divisor)
+        self.shard = exchanges_over(axes[0], config, divisor=divisor, is_second=True)
         self.replicate: Exchanges | None = None
         if len(axes) > 1:
             self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
@@ -135,7 +141,8 @@ class ShardGroups:
     def close(self) -> None:
         for axis in self.axes:
             axis.close()
-            axis.group.close()
+        for group in self._own_axes:
+            group.close()
 
 
 def _parcel(
