@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.plan.layout import equal_parts, round_up
+from undertow.plan.owners import MOST_OVER_MEAN
 from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.parcels import ALIGN_BYTES, Parcel, sum_in_order
 from undertow.ranks.transport import OwnGroup
 
 _MOST_SENT_WHOLE = 1 << 14  # bytes of a tensor that a rank sends whole to all others, in all
 _LEAST_PART = 8  # elements of a sum
-_MOST_OVER_MEAN = 2  # of the largest part of a tensor, if each owner exchanges all of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,7 +531,7 @@ def are_uneven(parts: Sequence[range]) -> bool:
     """Returns True if the largest part is so large that its rank would send, receive and hold more
     than twice as much as the mean rank."""
     sizes = list(map(len, parts))
-    return max(sizes) * len(sizes) > _MOST_OVER_MEAN * sum(sizes)
+    return max(sizes) * len(sizes) > MOST_OVER_MEAN * sum(sizes)
 
 
 def _adjacent(sizes: Sequence[int]) -> list[range]:
