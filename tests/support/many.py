@@ -1,8 +1,8 @@
 """Ten steps of every strategy and format on many ranks, beside a reference. By hand, with more ranks than tests have:
 
-    PYTHONPATH=tests torchrun --nproc-per-node=64 -m support.many
-    PYTHONPATH=tests torchrun --nproc-per-node=16 -m support.many save FOLDER
-    PYTHONPATH=tests torchrun --nproc-per-node=24 -m support.many load FOLDER
+PYTHONPATH=tests torchrun --nproc-per-node=64 -m support.many
+PYTHONPATH=tests torchrun --nproc-per-node=16 -m support.many save FOLDER
+PYTHONPATH=tests torchrun --nproc-per-node=24 -m support.many load FOLDER
 """
 
 import contextlib

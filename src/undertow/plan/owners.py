@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from undertow.plan.layout import Groups, ParamSpec
 
 LIMITS = (1.0, 1.02, 1.05, 1.1, 1.2)  # of a rank's load relative to the lower bound
-# Of the largest part of a bucket: above it, ranks exchange equal pieces, and send the owners theirs.
+# Of a bucket's largest part: above it, ranks exchange equal pieces, and send the owners theirs.
 MOST_OVER_MEAN = 2
 BALANCED = 1.05  # up to this maximum load, smaller parts count more than a lower maximum
 

@@ -271,9 +271,7 @@ class PostedMessages:
         gathering = Gathering(messages[self.group.rank], messages, group=over)
         return self._in_pieces(gathering, whole, parts)
 
-    def _in_pieces(
-        self, gathering: Gathering, flat: Tensor, places: Sequence[range]
-    ) -> Gathering:
+    def _in_pieces(self, gathering: Gathering, flat: Tensor, places: Sequence[range]) -> Gathering:
         """Has messages that lie at these places of `flat` travel in equal pieces, if they differ
         much.
 
@@ -460,9 +458,7 @@ class BackendCollectives:
         gathering = Gathering(own, [], flat=flat[: parts[-1].stop], sizes=sizes)
         return self._in_pieces(gathering, flat, parts)
 
-    def _in_pieces(
-        self, gathering: Gathering, flat: Tensor, places: Sequence[range]
-    ) -> Gathering:
+    def _in_pieces(self, gathering: Gathering, flat: Tensor, places: Sequence[range]) -> Gathering:
         if not are_uneven(places):
             return gathering
         numel, rank = flat.numel() // len(places), self.group.rank

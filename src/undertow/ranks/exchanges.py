@@ -78,11 +78,8 @@ class Exchanges:
         def post() -> Wait:
             if fill is not None:
                 fill()
-            own, recut = shard[:num_own], None
-            if parts is not None:
-                total = carrier.take(len(parcel.parts[rank]), shard.dtype)
-                recut = Recut.between(total, own, rank=rank, before=parcel.parts, after=parts)
-                own = total
+            recut = self._recut(shard[:num_own], parcel, parts)
+            own = shard[:num_own] if recut is None else recut.sent
             summands = carrier.scatter(storage, own, parcel, tag)
             # Separate messages: combining the two would halve their number but require adjacent
             # memory.
@@ -114,6 +111,14 @@ class Exchanges:
             return Wait([*summands.works, *flags.works], add_up, is_last=recut is None)
 
         return carrier.start(post)
+
+    def _recut(self, into: Tensor, parcel: Parcel, parts: Sequence[range] | None) -> Recut | None:
+        """Returns the way from means of the parcel's parts, in new memory, to this rank's part."""
+        if parts is None:
+            return None
+        rank = self.group.rank
+        means = self.carrier.take(len(parcel.parts[rank]), into.dtype)
+        return Recut.between(means, into, rank=rank, before=parcel.parts, after=parts)
 
     def all_reduce(
         self,

@@ -26,8 +26,8 @@ class ShardGroups:
 
     `all_ranks` is the group of all these ranks. Each axis of a mesh has a group of its own, and so
     have collectives that a stream runs one after another. Messages that have tags share
-    `all_ranks`: a group is a connection to each other rank. Reductions give means over all of them. `close`
-    ends the threads and destroys the groups.
+    `all_ranks`: a group is a connection to each other rank. Reductions give means over all of
+    these ranks. `close` ends the threads and destroys the groups that were made here.
     """
 
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig) -> None:

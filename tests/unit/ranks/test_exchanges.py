@@ -175,7 +175,9 @@ def test_parts_that_differ_much_travel_in_equal_pieces(kind: str, dtype: torch.d
 @in_ranks(3)
 def test_ranks_may_start_gathers_of_pieces_in_different_orders() -> None:
     rank, numel, counts = dist.get_rank(), 3 << 20, range(3)  # gloo does not buffer so much
-    parts = [[range(0, numel if owner == 0 else 0), range(numel if owner == 0 else 0, numel if owner < 2 else 0)] for owner in counts]
+    parts = [
+        [range(numel if owner == 0 else 0), range(numel if owner == 0 else 0, numel if owner < 2 else 0)] for owner in counts
+    ]
     for owner in counts:
         parts[owner].append(range(parts[owner][1].stop, numel))
     flats = [torch.full((numel,), float(number) if rank == number else -1.0) for number in counts]

@@ -259,7 +259,9 @@ NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
     ("one", "other"),
     [
         *(
-            pytest.param(costs_for("100gbit,5us", num_ranks=num), RingCosts(FAST, num_ranks=num, has_all_trees=True), id=f"a ring of {num}")
+            pytest.param(
+                costs_for("100gbit,5us", num_ranks=num), RingCosts(FAST, num_ranks=num, has_all_trees=True), id=f"a ring of {num}"
+            )
             for num in (1, 6, 64)
         ),
         pytest.param(
