@@ -36,6 +36,8 @@ WAYS: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer], float]] = {
     "zero2, bfloat16": ({"strategy": "zero2", "wire": "bfloat16"}, torch.optim.SGD, 0.01),
     "Muon": ({"strategy": "zero1"}, torch.optim.Muon, 0.0),
     "hybrid": ({"strategy": "hybrid"}, torch.optim.SGD, 1e-5),
+    # Muon amplifies last bits, and rows are added first.
+    "hybrid, Muon": ({"strategy": "hybrid"}, torch.optim.Muon, 0.1),
     "hybrid, int8 across": ({"strategy": "hybrid", "wire": (None, "int8")}, torch.optim.SGD, 0.05),
 }
 
