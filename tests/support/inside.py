@@ -312,7 +312,7 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
     """Gathers that many bytes of two ranks; the one that `stops` has sent its part before, and takes none."""
     group = opened_group()
     if stops is not None:
-        part, tag = torch.zeros(num_bytes, dtype=torch.uint8), (1 << 24) + 1
+        part, tag = torch.zeros(num_bytes, dtype=torch.uint8), (1 << 24) + 2
         dist.isend(part, group=group.process_group, group_dst=0, tag=tag).wait()
         dist.irecv(part, group=group.process_group, group_src=0, tag=tag)
         stops()

@@ -342,6 +342,16 @@ def test_measured_times_are_those_of_the_slowest_rank() -> None:
     assert simulate(profile, more, DDP, FIXED).step_us > as_measured + 2
 
 
+@pytest.mark.parametrize("num_ranks", [3, 101, 16_384])
+def test_the_record_is_of_a_typical_rank(num_ranks: int) -> None:
+    """The fastest one of 16,384 computes for a time that few have, and waits for longer."""
+    plan = plan_from_groups(TWO.params, [[1, 0]], num_ranks=num_ranks)
+    record = simulate(TWO, plan, DDP, FIXED, replace(IDEAL, skew=0.02))
+    assert record.forwards[0][1] == pytest.approx(10, rel=1e-3)  # the mean rank's
+    assert record.busy_ms[record.rank] == pytest.approx(sum(record.busy_ms) / num_ranks, rel=1e-3)
+    assert record.late_rank_us() < 1e3 * (max(record.busy_ms) - min(record.busy_ms))
+
+
 SQUARES = tuple(replace(spec, shape=(512, 512), is_whole=True) for spec in TWO.params)
 OWNED = replace(profile_of([20, 10], backward_us=20), params=SQUARES)  # of equal work; an update takes 5 us
 

@@ -234,7 +234,7 @@ def plan(
     "Simulates a step that sends one message per parameter, one with buckets of 25 MiB after "
     "a first one of 1 MiB, as torch's DistributedDataParallel has them, and one with the "
     "buckets that a cost model plans for this network (training tries plans on real steps "
-    "instead). Prints the time of each step, and its parts on the fastest rank: computing, waiting "
+    "instead). Prints the time of each step, and its parts on a typical rank: computing, waiting "
     "for the network and waiting for a late rank. The scaling efficiency is "
     "the share of the step that computing alone takes. Draws timelines in "
     "OUT/simulate.png. --sweep bandwidth draws the step over the rate of the link instead, in "
@@ -256,7 +256,7 @@ def simulate(  # noqa: PLR0913  # one argument per option
     skew: Annotated[
         float | None,
         option(
-            "Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest "
+            "Standard deviation of computing times between ranks, 0.05 is 5 %; a typical "
             "rank is shown. The defaults of this and the next three options are as measured, or as "
             "in `undertow docs fidelity`."
         ),
