@@ -238,7 +238,7 @@ def loss_of_stack(model: nn.Module, _step: int) -> torch.Tensor:
 
 # The plan with the best number of buckets is the fastest on the slowest rank; rank 0 alone would take another one.
 @pytest.mark.deep
-@in_ranks(2, 3)
+@in_ranks(3)
 @pytest.mark.parametrize("best", [1, 16])
 def test_the_steps_of_the_slowest_rank_decide(best: int) -> None:
     plans: list[Callable[[], Plan]] = []
