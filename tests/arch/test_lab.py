@@ -45,7 +45,9 @@ def run_without(folder: Path, source: Path, *, store: Path) -> None:
     script = folder / "trains.py"
     script.write_text(TRAINS)
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python(), str(script), str(store), str(source)], env=environment, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [python(), str(script), str(store), str(source)], env=environment, text=True, capture_output=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -8,7 +8,7 @@ from benchmarks.matrix.catalog import SYSTEMS
 from benchmarks.matrix.interval import LEAST_TURNS, Ratio, ratio_of
 from benchmarks.matrix.rows import rows_of_cell
 
-from support.matrix import played, rank_result
+from bench.cells import played, rank_result
 
 
 def row(*turns_ms: float, runs: tuple[int, ...] = (0,)) -> dict[str, Any]:

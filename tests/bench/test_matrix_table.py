@@ -6,7 +6,7 @@ import pytest
 from benchmarks.matrix.catalog import SYSTEMS
 from benchmarks.matrix.rows import rows_of_cell
 
-from support.matrix import cell, played, rank_result
+from bench.cells import cell, played, rank_result
 
 KILLED = {"fsdp2": "rank 1 was killed by SIGKILL."}
 

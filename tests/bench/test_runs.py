@@ -35,7 +35,7 @@ def _ranks() -> list[int]:
 
 
 def bad(how: str) -> SystemSpec:
-    return SystemSpec(name=how, title=how, module="tests.support.bad_systems", variants={"": {"how": how}})
+    return SystemSpec(name=how, title=how, module="tests.bench.bad_systems", variants={"": {"how": how}})
 
 
 @pytest.mark.usefixtures("forked")

@@ -86,7 +86,7 @@ def test_the_first_row_of_the_readme_is_the_changed_import_alone_whatever_it_say
 @pytest.mark.root
 @pytest.mark.usefixtures("needs_namespaces")
 def test_systems_take_turns_and_one_that_fails_is_lost_alone() -> None:
-    wrong = replace(CONTENDERS["ours-untuned"], name="wrong", module="tests.support.bad_systems")
+    wrong = replace(CONTENDERS["ours-untuned"], name="wrong", module="tests.bench.bad_systems")
     told: list[str] = []
     contenders = (*chosen("ours-untuned,ddp-4mb", {}), replace(wrong, options={"how": "forgets to average"}))
     one, other, failed = run(course("ours", contenders=contenders), told.append)

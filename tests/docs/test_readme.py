@@ -24,7 +24,6 @@ from support.project import ROOT
 from support.ranks import in_ranks
 from support.sharded import hybrid
 from undertow import (
-    ConfigError,
     DistributedDataParallel,
     ReplicaMismatch,
     ShardedOptimizer,

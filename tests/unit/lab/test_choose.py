@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.steps import (
+from support.strategies import spec, specs_of_sizes
+from undertow.lab.planning import Choice, StepModel, StepTiming, choose
+from undertow.lab.planning.choose import LEAST_GAIN, SLACK
+from undertow.plan import ParamSpec, Wires, equal_groups, plan_from_groups
+from undertow.wire import WIRES
+from unit.lab.steps import (
     SHAPES,
     Case,
     LineCosts,
     lines,
     random_case,
 )
-from support.strategies import spec, specs_of_sizes
-from undertow.lab.planning import Choice, StepModel, StepTiming, choose
-from undertow.lab.planning.choose import LEAST_GAIN, SLACK
-from undertow.plan import ParamSpec, Wires, equal_groups, plan_from_groups
-from undertow.wire import WIRES
 
 # Sums of a few dozen times, in another order than the planner's: some units in the last place of 1e2.
 ROUNDING = {"rel": 1e-12, "abs": 1e-10}
