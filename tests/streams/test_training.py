@@ -532,7 +532,8 @@ def require_waits(it: Streamed) -> None:
     assert [work.event for work in it.checker.works] == []
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.smoke), "zero2"])
+@pytest.mark.smoke
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @in_ranks(2)
 def test_every_collective_is_waited_for(strategy: str) -> None:
     with placed(layers(), strategy=strategy, record="off") as it:
