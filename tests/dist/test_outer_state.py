@@ -38,7 +38,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("order", some([(order,) for order in permutations(["outer", "module", "optimizer"])], most=3))
+@pytest.mark.parametrize("order", some([(order,) for order in permutations(["outer", "module", "optimizer"])], most=1))
 @pytest.mark.parametrize("num_steps", [4, 7])
 def test_the_states_of_a_run_may_be_loaded_in_any_order(order: tuple[str, ...], num_steps: int) -> None:
     with replica(net(), OUTER) as ddp:
@@ -117,7 +117,7 @@ EVENTS = ["swap", "swap on 1", "copy", "assign", "evaluate", "state", "break 0",
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("seed", some(range(10), most=3))
+@pytest.mark.parametrize("seed", some(range(10), most=1))
 def test_a_drawn_program_with_events_between_steps_is_the_reference(seed: int) -> None:
     drawn = random.Random(seed)
     every = drawn.randint(1, 5)

@@ -238,7 +238,7 @@ def loss_of_stack(model: nn.Module, _step: int) -> torch.Tensor:
 
 # The plan with the best number of buckets is the fastest on the slowest rank; rank 0 alone would take another one.
 @pytest.mark.deep
-@in_ranks(2, 3)
+@in_ranks(3)
 @pytest.mark.parametrize("best", [1, 16])
 def test_the_steps_of_the_slowest_rank_decide(best: int) -> None:
     plans: list[Callable[[], Plan]] = []
@@ -320,7 +320,7 @@ def test_parameters_that_change_in_the_middle_of_trials_have_trials_of_their_own
 
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("left_out", some([0, 1], most=1))
-@pytest.mark.parametrize("place", [UNTIL_A_MOVE - 1, UNTIL_A_MOVE])
+@pytest.mark.parametrize("place", some([UNTIL_A_MOVE, UNTIL_A_MOVE - 1], most=1))
 def test_a_rank_that_leaves_a_model_out_in_the_step_of_a_move_holds_nobody_up(left_out: int, place: int) -> None:
     """With two models in one backward, a rank may come to one of them first, and messages about plans wait there."""
     with (

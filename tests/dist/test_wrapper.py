@@ -422,15 +422,6 @@ def test_a_rank_that_trains_nothing_needs_no_other_one(way: str, kind: str) -> N
     store.set(f"left {way}", "")
 
 
-def test_without_a_process_group_the_error_says_what_to_call() -> None:
-    assert text_of(ConfigError, lambda: attach(mlp())) == (
-        "torch.distributed is not initialized.\n"
-        "  no default process group exists in this process\n"
-        '  Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start the ranks with '
-        "torchrun --nproc-per-node=2 script.py."
-    )
-
-
 # What of torch's there is besides the training step: attributes, hooks, switches, what trainers ask for.
 
 # Public attributes that torch's class has and nn.Module has not: those that ours overrides, and those that it lacks.

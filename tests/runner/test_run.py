@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from frameworks.recipes import require_installed
 from support.errors import refusal
-from support.frameworks import require_installed
 from support.outer import NaiveOuter
 from support.project import ROOT
 from support.strategies import spec

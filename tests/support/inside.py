@@ -285,16 +285,6 @@ def cloned_group() -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def posted_exchanges() -> Iterator[Exchanges]:
-    """Exchanges made of sends and receives, over a clone of the default group."""
-    group = opened_group()
-    exchanges = _exchanges_over(group)
-    yield exchanges
-    exchanges.close()
-    group.close()
-
-
-@contextlib.contextmanager
 def bytes_given_to_gloo() -> Iterator[Counter[tuple[int, ...]]]:
     """Counts the bytes of gradients that this rank sends to others by itself, by the ranks that exchange them."""
     sent, send = Counter[tuple[int, ...]](), OwnGroup.send

@@ -10,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from support.errors import refusal
-from support.steps import FREE, lines, profile_of
 from undertow.lab.cost import CostCurve, Costs, NodeCosts
 from undertow.lab.planning import StepModel, StepTiming
 from undertow.lab.profile import Profile
@@ -26,6 +25,7 @@ from undertow.schedule import (
 )
 from undertow.trace import StepRecord, Trace
 from undertow.wire import WIRES
+from unit.lab.steps import FREE, lines, profile_of
 
 # Times are multiples of a microsecond, or end in clocks that add up a few hundred of them: what remains is rounding.
 ROUNDING_US = 1e-6

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import undertow as library
 from support.cli import EXAMPLE, MEASURED, MIB, SMALL, Undertow, rows_of, what_if
@@ -27,11 +28,24 @@ from undertow.lab.cli import main
 from undertow.lab.cost import LINKS, CostCurve
 from undertow.lab.demo import DemoSettings
 from undertow.lab.profile import profile_from_file, profile_from_json
+from undertow.lab.report import timeline
 from undertow.lab.report.comparison import compared
 from undertow.lab.what_if import MEASURED as OWN
 from undertow.lab.what_if import WhatIf
 from undertow.plan import Plan
 from undertow.schedule import STRATEGIES, Strategy
+
+
+@pytest.fixture
+def draws() -> None:
+    """A test that uses this draws what a command draws."""
+
+
+@pytest.fixture(autouse=True)
+def empty_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture would take most of a command's time."""
+    if "draws" not in request.fixturenames:
+        monkeypatch.setattr(timeline, "_timeline", lambda *_: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture(autouse=True)
@@ -312,6 +326,7 @@ Network: 8gbit,10us, 4 ranks
 """
 
 
+@pytest.mark.usefixtures("draws")
 def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     code, printed, _ = undertow(f"simulate small.json --link 8gbit,10us --out out {PLAIN}", columns=80)
     assert (code, printed.startswith(SIMULATED)) == (0, True)
