@@ -96,7 +96,8 @@ REMOVALS = (
     # Events
     Removal(
         "buckets/trailer.py",
-        f"        reduced = {TOLD}\n        usual = {USUAL}\n        return Snapshot(self, reduced, usual, copied=device.record())",
+        f"        reduced = {TOLD}\n        usual = {USUAL}\n"
+        "        return Snapshot(self, reduced, usual, copied=device.record())",
         f"        copied = device.record()\n        reduced, usual = {TOLD}, {USUAL}\n"
         "        return Snapshot(self, reduced, usual, copied=copied)",
     ),
