@@ -37,7 +37,7 @@ class Removal(NamedTuple):
 
 EXCHANGES, CARRIERS = "ranks/exchanges.py", "ranks/carriers.py"
 ONE_STREAM = "one stream allocates this memory and uses it"
-TOLD, MINE = "device.to_host(self._memory[: self._sent.numel()])", "device.to_host(self._sent)"
+TOLD, USUAL = "device.to_host(self._memory.trailer[self._flags])", "torch.from_numpy(self._usual.copy())"
 REMOVALS = (
     # Waits
     Removal(
@@ -96,9 +96,10 @@ REMOVALS = (
     # Events
     Removal(
         "buckets/trailer.py",
-        f"        reduced = {TOLD}\n        mine = {MINE}\n        return Snapshot(self, reduced, mine, copied=device.record())",
-        f"        copied = device.record()\n        reduced, mine = {TOLD}, {MINE}\n"
-        "        return Snapshot(self, reduced, mine, copied=copied)",
+        f"        reduced = {TOLD}\n        usual = {USUAL}\n"
+        "        return Snapshot(self, reduced, usual, copied=device.record())",
+        f"        copied = device.record()\n        reduced, usual = {TOLD}, {USUAL}\n"
+        "        return Snapshot(self, reduced, usual, copied=copied)",
     ),
     Removal("buckets/trailer.py", "return self.copied.query()", "return True"),
     Removal("buckets/recorder.py", "        stop.synchronize()\n", ""),
