@@ -43,6 +43,10 @@ class Host:
         """Returns a small tensor, perhaps the given one."""
         return torch.as_tensor(values, dtype=dtype)
 
+    def memory_on_host(self, num_bytes: int) -> Tensor:
+        """Returns bytes for copies of large tensors."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
 
 class Accelerator:
     """A CUDA device, or another one that `torch.accelerator` knows: its streams run after the host
@@ -105,6 +109,10 @@ class Accelerator:
         """Returns a pinned copy on the host. It has its values once the next event is reached."""
         on_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         return on_host.copy_(tensor, non_blocking=True)
+
+    def memory_on_host(self, num_bytes: int) -> Tensor:
+        """Returns pinned bytes for copies of large tensors: the device writes them itself."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 Device: TypeAlias = Host | Accelerator

@@ -24,13 +24,12 @@ from support.checkpoints import Setup, require_equal, train, trained_by, whole_s
 from support.errors import text_of
 from support.levels import some
 from support.ranks import in_ranks
+from support.saves import made, net, parameters, steps
 from support.sharded import training
 from undertow import (
     CheckpointError,
     ConfigError,
     DistributedDataParallel,
-    Outer,
-    ShardedOptimizer,
     SyncConfig,
     has_checkpoint,
     load_checkpoint,
@@ -81,40 +80,10 @@ def test_so_it_has_on_a_mesh(path: Path) -> None:
     continues_from_the_moment_of_the_call(Setup(strategy="hybrid", mesh=(2, 2)), path)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.layers(x)
-
-
-def steps(model: Any, optimizer: Any, numbers: range) -> None:
-    for number in numbers:
-        optimizer.zero_grad()
-        model(torch.full((2, 4), 0.1 * number + dist.get_rank())).square().mean().backward()
-        optimizer.step()
-
-
-def parameters(model: Any) -> list[torch.Tensor]:
-    model.wait() if hasattr(model, "wait") else None
-    return [param.detach().clone() for param in model.parameters()]
-
-
 @in_ranks(2)
 @pytest.mark.parametrize("kind", ["param_wire", "outer"])
 def test_so_it_has_with_formats_and_with_replicas(kind: str, path: Path) -> None:
-    config = SyncConfig(param_wire="int8") if kind == "param_wire" else SyncConfig(outer=Outer(every=4, fragments=2, delay=1))
-
-    def made() -> tuple[Any, Any]:
-        torch.manual_seed(3)
-        model = DistributedDataParallel(Net(), config=config)
-        sharded = kind == "param_wire"
-        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.01) if sharded else torch.optim.AdamW(model.parameters())
-        return model, optimizer
-
-    model, optimizer = made()
+    model, optimizer = made(kind)
     steps(model, optimizer, range(7))
     save = save_checkpoint(path, model, optimizer, background=True)
     steps(model, optimizer, range(7, 14))
@@ -122,7 +91,7 @@ def test_so_it_has_with_formats_and_with_replicas(kind: str, path: Path) -> None
     assert save is not None
     save.wait()
     model.close()
-    model, optimizer = made()
+    model, optimizer = made(kind)
     load_checkpoint(path, model, optimizer)
     steps(model, optimizer, range(7, 14))
     assert all(map(torch.equal, parameters(model), wanted))
@@ -215,8 +184,8 @@ def test_a_full_disk_on_one_rank_is_an_error_of_all_and_leaves_the_one_before(at
             train(Setup(), model, optimizer, steps=range(1, 2))
             text = same_text(save.wait)
         assert text == (
-            f"the save in the background of {path} has failed on rank {on_rank}.\n"
-            "  OSError: [Errno 28] No space left on device\n  A checkpoint that was there before is still there."
+            f"the background save of {path} has failed on rank {on_rank}.\n"
+            "  OSError: [Errno 28] No space left on device\n  An earlier checkpoint is still there."
         )
         assert save.is_done
         assert (text.splitlines()[0] in said.getvalue()) == (dist.get_rank() == 0)  # printed once, at once
@@ -232,6 +201,8 @@ def test_an_error_that_nobody_has_waited_for_is_raised_by_the_next_save_on_every
             assert save is not None
             if dist.get_rank() == 0:
                 text_of(CheckpointError, save.wait)  # this rank knows, the other one does not
+            while not save.is_done:
+                time.sleep(0.01)
         text = same_text(lambda: save_checkpoint(path, model, optimizer))
         assert "has failed on rank 1.\n  OSError: [Errno 28]" in text
         assert not has_checkpoint(path)
@@ -319,7 +290,7 @@ def test_an_older_one_that_cannot_be_removed_is_told_and_the_save_has_not_failed
 @in_ranks(2)
 def test_a_disk_that_hangs_is_shown_training_goes_on_and_the_next_save_raises(path: Path) -> None:
     config = SyncConfig(stall_timeout_s=1.0, stall_warning_s=0.9)
-    model = DistributedDataParallel(Net(), config=config)
+    model = DistributedDataParallel(net(), config=config)
     optimizer = torch.optim.AdamW(model.parameters())
     steps(model, optimizer, range(1))
     with held(rank=0) as event:
@@ -327,7 +298,7 @@ def test_a_disk_that_hangs_is_shown_training_goes_on_and_the_next_save_raises(pa
         assert save is not None
         steps(model, optimizer, range(1, 3))
         text = same_text(lambda: save_checkpoint(path, model, optimizer))
-        assert text.startswith(f"the save in the background of {path} has not ended: nothing was written for ")
+        assert text.startswith(f"the background save of {path} has not ended: nothing was written for ")
         assert "rank 0 writes model.safetensors" in text
         if dist.get_rank() == 0:
             assert not save.is_done
@@ -349,6 +320,14 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_call(tmp_path: Path) ->
     (tmp_path / "file").touch()  # not a folder without rights: root may write there
     text = same_text(lambda: save_checkpoint(tmp_path / "file" / "saved", nn.Linear(1, 1), background=True))
     assert "NotADirectoryError" in text
+
+
+@in_ranks(2)
+def test_a_folder_inside_of_a_checkpoint_is_refused(path: Path) -> None:
+    save_checkpoint(path, nn.Linear(1, 1), extra=1)
+    text = same_text(lambda: save_checkpoint(path / "inside", nn.Linear(1, 1), background=True))
+    assert text.startswith("saved is a checkpoint, and another one inside would be foreign to it.\n")
+    assert load_checkpoint(path, nn.Linear(1, 1)) == 1
 
 
 @in_ranks(2)
@@ -409,7 +388,7 @@ def test_wrong_arguments_are_refused(path: Path) -> None:
 @in_ranks(2)
 def test_steps_that_change_the_plan_do_not_change_it(path: Path) -> None:
     torch.manual_seed(2)
-    with training(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "ddp", "AdamW") as (model, optimizer):
+    with training(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)), "ddp", "AdamW") as (model, optimizer):
         steps(model, optimizer, range(2))
         wanted = parameters(model)
         with held() as event:
@@ -490,7 +469,7 @@ def test_a_rank_first_waits_for_its_own_save_and_a_name_with_new_is_refused(path
         save_checkpoint(path, nn.Linear(1, 1), background=True)
         assert has_checkpoint(path)
     text = text_of(CheckpointError, lambda: save_checkpoint(path.with_name("saved.new"), nn.Linear(1, 1)))
-    assert text.startswith("saved.new is not a name for a checkpoint: ")
+    assert text.startswith("saved.new cannot be the name of a checkpoint: ")
     with contextlib.chdir(path):
         text_of(CheckpointError, lambda: save_checkpoint(".", nn.Linear(1, 1)))
         load_checkpoint(".", nn.Linear(1, 1))

@@ -1,9 +1,11 @@
 """Training through Undertow's class by frameworks has the bits of training through torch's; sharded, of training that goes on."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
 import re
+import signal
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.data import DataLoader, TensorDataset
 
-from support.errors import text_of
-from support.frameworks import (
+from frameworks.recipes import (
     TIMEOUT_S,
     OfTheUser,
     Recipe,
@@ -37,6 +38,7 @@ from support.frameworks import (
     same_as_torch,
     state_of,
 )
+from support.errors import text_of
 from support.models import mlp, noise
 from support.naive import require_same, wrapped
 from support.processes import free_port
@@ -126,7 +128,7 @@ def triggered(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
 
 
 def with_trainer(wrapper: Wrapper, _folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
-    from support import lightning_recipes as recipes
+    from frameworks import lightning_recipes as recipes
 
     module, trainer = getattr(recipes, name)(), recipes.trainer_of(wrapper, **settings)
     trainer.fit(module, recipes.loader())
@@ -253,7 +255,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def lightning(wrapper: Wrapper, folder: Path, ours: dict[str, Any], is_cut: bool) -> dict[str, Tensor]:
     import lightning.pytorch as pl
 
-    from support.lightning_recipes import trainer_of
+    from frameworks.lightning_recipes import trainer_of
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -484,6 +486,132 @@ def test_a_framework_saves_and_resumes_sharded_training_with_equal_bits(
     framework_ranks.run(resumed_as_uninterrupted, recipe, strategy, tmp_path, timeout_s=TIMEOUT_S)
 
 
+# A signal to one rank stops both after the same step, by the framework's own way; the run that goes on has the same bits.
+
+
+def sent_after(step: int) -> None:
+    """Called after each step: SIGTERM to this process, if it is rank 1, after its third one."""
+    if step == 2 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def keeping_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def lightning_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
+    import lightning.pytorch as pl
+    from support.lightning_recipes import trainer_of
+
+    from undertow.integrations.lightning import StopOnSignal
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: Any, _index: int) -> Tensor:
+            if is_cut:
+                sent_after(self.trainer.global_step)
+            return mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def trained(checkpoint: Path | None = None) -> tuple[int, dict[str, Tensor]]:
+        stop = StopOnSignal(save_to=folder / "stopped.ckpt")
+        trainer, module = trainer_of(wrapper, use_distributed_sampler=False, callbacks=[stop]), Module()
+        # The loader begins with its first batch again, of which a warning tells: all are alike here.
+        data = torch.utils.data.DataLoader(2 * NUM_STEPS * batches()[:1], batch_size=None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+        return trainer.global_step, dict(module.state_dict())
+
+    num_steps, found = trained()
+    assert num_steps == (3 if is_cut else 2 * NUM_STEPS)
+    if is_cut:
+        is_cut = False
+        num_steps, found = trained(folder / "stopped.ckpt")
+        assert num_steps == 2 * NUM_STEPS
+    return found
+
+
+def accelerate_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
+    from accelerate import Accelerator
+
+    def trained(steps: range, *, loads: bool = False, ends: bool = False) -> tuple[int, nn.Module]:
+        accelerator, net = Accelerator(cpu=True), network()
+        given = accelerator, net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+        model, optimizer = prepared(wrapper, *given, stop_signals=(signal.SIGTERM,))
+        if loads:
+            accelerator.load_state(folder / "state")
+        step = -1
+        for step in steps:
+            if ends:
+                sent_after(step)
+            optimizer.zero_grad()
+            accelerator.backward(mse_loss(model(batches()[step][0]), batches()[step][1]))
+            optimizer.step()
+            if accelerator.check_trigger():
+                accelerator.save_state(folder / "state")
+                break
+        return step, model.module
+
+    last, net = trained(range(2 * NUM_STEPS), ends=is_cut)
+    assert last == (2 if is_cut else 2 * NUM_STEPS - 1)
+    if is_cut:
+        _, net = trained(range(3, 2 * NUM_STEPS), loads=True)
+    return dict(net.state_dict())
+
+
+def transformers_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
+    import transformers
+
+    class Sends(transformers.TrainerCallback):
+        def on_step_begin(self, _args: Any, state: Any, _control: Any, **_others: Any) -> None:
+            sent_after(state.global_step)
+
+    def trained(*, resumes: bool = False, ends: bool = False) -> tuple[int, dict[str, Tensor]]:
+        steps = {"lr_scheduler_type": "constant", "max_steps": 2 * NUM_STEPS}
+        trainer = gpt2_trainer(wrapper, folder, num_rows=32, ours={"stop_signals": (signal.SIGTERM,)}, **steps)
+        if ends:
+            trainer.add_callback(Sends())
+        trainer.train(resume_from_checkpoint=resumes)
+        return trainer.state.global_step, dict(trainer.model.state_dict())
+
+    num_steps, found = trained(ends=is_cut)
+    assert num_steps == (3 if is_cut else 2 * NUM_STEPS)
+    if is_cut:
+        num_steps, found = trained(resumes=True)
+        assert num_steps == 2 * NUM_STEPS
+    return found
+
+
+def stopped_as_uninterrupted(recipe: Recipe, folder: Path) -> None:
+    with keeping_handlers():
+        wanted = run_recipe(recipe, DistributedDataParallel, folder / "whole", False)
+        found = run_recipe(recipe, DistributedDataParallel, folder / "cut", True)
+    require_same(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [lightning_stops, accelerate_stops, transformers_stops])
+def test_a_framework_stops_by_its_own_way_when_a_signal_has_reached_one_rank(
+    framework_ranks: Ranks, tmp_path: Path, recipe: Recipe
+) -> None:
+    require_installed("lightning", "accelerate", "transformers", "safetensors")
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    framework_ranks.run(stopped_as_uninterrupted, recipe, tmp_path, timeout_s=TIMEOUT_S)
+
+
 NORM = {"gradient_clip_val": 0.05}
 CLIPPED: dict[str, Needed] = {
     "lightning": ("lightning", with_trainer, ("Regression", NORM | {"ours": SHARDS})),
@@ -509,7 +637,7 @@ def test_a_framework_clips_by_the_norm_of_all_shards(framework_ranks: Ranks, tmp
 
 
 def refusals_of_lightning() -> dict[str, str]:
-    from support import lightning_recipes as recipes
+    from frameworks import lightning_recipes as recipes
 
     class NoOptimizer(recipes.Regression):
         def configure_optimizers(self) -> None:
@@ -593,7 +721,7 @@ def test_fabric_needs_the_model_with_its_optimizer(framework_ranks: Ranks) -> No
 
 
 def on_one_device() -> None:
-    from support import lightning_recipes as recipes
+    from frameworks import lightning_recipes as recipes
 
     with as_launched():
         trainer = recipes.trainer_of(DistributedDataParallel, devices=1, gradient_clip_val=0.1, ours=SHARDS)
@@ -610,7 +738,7 @@ def test_lightning_trains_in_shards_on_one_device() -> None:
 def registered() -> list[str]:
     from lightning.fabric import Fabric
 
-    from support import lightning_recipes as recipes
+    from frameworks import lightning_recipes as recipes
     from undertow.integrations import lightning  # noqa: F401  # registers
 
     found: list[str] = []

@@ -24,9 +24,9 @@ from torch import nn
 
 from support.inside import before_gathers_are_waited_for
 from support.processes import Ended, Rank, run_ranks
+from support.saves import inputs, made, net
 from undertow import (
     DistributedDataParallel,
-    Outer,
     ShardedOptimizer,
     SyncConfig,
     has_checkpoint,
@@ -64,20 +64,6 @@ def preemption(seed: int) -> Preemption:
     moments = [moment for moment in MOMENTS if moment != "gather" or strategy == "zero1"]
     signaled = chance.choice([(chance.randrange(num_ranks),), tuple(range(num_ranks))])
     return Preemption(seed, num_ranks, strategy, chance.choice(moments), chance.randrange(_LAST_DRAWN), signaled)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
-
-
-def made(strategy: str) -> tuple[Any, Any]:
-    outer = Outer(every=4, fragments=2, delay=1) if strategy == "outer" else None
-    config = SyncConfig(outer=outer, bucket_cap_mb=0.002, strategy="zero1" if strategy == "zero1" else "ddp")
-    model = DistributedDataParallel(net(), config=config)
-    if strategy == "zero1":
-        return model, ShardedOptimizer(torch.optim.AdamW, model, lr=0.01)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 class Signals:
@@ -137,9 +123,8 @@ def trains_until_stopped(drawn: Preemption, folder: Path, rank: Rank) -> None:
             signals.step_begins(number)
             if drawn.moment == "compile" and number >= drawn.step:
                 torch.compiler.reset()  # compiles again
-            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank.number))
             optimizer.zero_grad()
-            outputs = called(inputs)
+            outputs = called(inputs(number))
             if outputs.requires_grad:
                 outputs.register_hook(partial(signals.at, "backward"))
             outputs.square().mean().backward()
@@ -148,7 +133,7 @@ def trains_until_stopped(drawn: Preemption, folder: Path, rank: Rank) -> None:
             if number % 5 == 4:
                 model.eval()
                 with torch.no_grad():
-                    model(inputs)
+                    model(inputs(number))
                 signals.at("evaluation")
                 model.train()
             if model.stop_requested:

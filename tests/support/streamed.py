@@ -70,6 +70,9 @@ class Logical(Accelerator):
     def to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True)
 
+    def memory_on_host(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
 
 @contextlib.contextmanager
 def checked(*, lag: int | None = 1) -> Iterator[Checker]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from undertow.buckets.memory import strides_of_gradient
 from undertow.checkpoint import files
+from undertow.checkpoint.opened import Opened
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, listed, require
 from undertow.optim.inner_optimizer import hyper_parameters
@@ -86,12 +87,6 @@ def contents_of_model(names: Names) -> Contents:
     return tensors, ties
 
 
-def copied(of_file: Contents) -> Contents:
-    """Returns a copy in host memory, which later steps do not change."""
-    tensors, texts = of_file
-    return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}, texts
-
-
 def add_contents_of_optimizer(
     names: Names,
     optimizer: torch.optim.Optimizer,
@@ -144,26 +139,26 @@ def contents_of_outer(outer: OuterSync) -> tuple[dict[str, Tensor], dict[str, An
     return tensors, state
 
 
-def state_for_outer(folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
+def state_for_outer(opened: Opened, index: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state for `OuterSync.load_state_dict`."""
-    file = files.open_tensors(folder / files.OUTER)
+    file = opened.file(files.OUTER)
     state: dict[str, Any] = {**index["outer"], **{kind: {} for kind in _OF_OUTER}}
-    for entry in [*file.keys()]:
+    for entry in file.names():
         kind, _, name = entry.partition("/")
         if kind not in _OF_OUTER:
-            raise files.broken(folder / files.OUTER, f"has {entry!r}, which is not a state")
-        state[kind][name] = file.get_tensor(entry)
+            raise files.broken(opened.folder / files.OUTER, f"has {entry!r}, which is not a state")
+        state[kind][name] = file.tensor(entry)
     return state
 
 
 def state_for_model(
-    folder: Path, index: Mapping[str, Any], names: Names, *, name: str = files.MODEL
+    opened: Opened, index: Mapping[str, Any], names: Names, *, name: str = files.MODEL
 ) -> dict[str, Any]:
-    """Returns the state dict to load; tensors are read from the file when they are copied."""
-    file = files.open_tensors(folder / name)
-    tensors = {name: file.get_tensor(name) for name in [*file.keys()]}
-    texts = file.metadata() or {}
-    ties = {name: tensors[kept] for name, kept in texts.items() if kept in tensors}
+    """Returns the state dict to load; tensors that are still in the file are read when they are
+    copied."""
+    file, folder = opened.file(name), opened.folder
+    tensors = {name: file.tensor(name) for name in file.names()}
+    ties = {name: tensors[kept] for name, kept in file.texts().items() if kept in tensors}
     stored = {**ties, **tensors, **index["extra_states"]}
     for name in {**names.state, **stored}:
         require_same(name in stored, folder, f"has no {name!r}, which the model has")

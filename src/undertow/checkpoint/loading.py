@@ -1,4 +1,4 @@
-"""One load: a rank reads everything into new memory, and puts it in place when all have read."""
+"""One load: ranks read everything into new memory, and put it in place when all have read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from undertow.checkpoint import contents, files, states
+from undertow.checkpoint.opened import Opened
 from undertow.checkpoint.ranks import CheckpointRanks
+from undertow.checkpoint.replicated import Replicated
 from undertow.errors import CheckpointError, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
 
 
 class Loading:
-    """A load of all ranks from `folder`: `read`, then `put`. Making one is a collective call."""
+    """A load of all ranks from `folder`. Making one is a collective call. Then ranks call:
+
+    read_shares ──> gather ──> read ──> put
+    """
 
     def __init__(
         self,
@@ -36,58 +41,93 @@ class Loading:
         ]
         self._names = contents.Names(model)
         self._outer = outer_of(model)
+        self._opened = Opened(folder)
+        self._replicated = Replicated(ranks, self._opened)
         self._of_model: dict[str, Any] = {}
         self._of_optimizers: list[dict[str, Any]] = []
         self._of_outer: dict[str, Any] = {}
 
-    def read(self) -> None:
-        """Reads and compares; raises CheckpointError before anything is changed."""
-        folder, names, outer = self._folder, self._names, self._outer
-        index = self.index = files.read_index(folder)
-        self._require_whole()
+    def read_shares(self) -> str:
+        """Reads this rank's share of the tensors that every rank needs. Returns a text that is the
+        same on ranks that load the same."""
+        index = self.index = files.read_index(self._folder)
         num_saved = len(index["optimizers"])
         require(
             len(self._optimizers) in (0, num_saved),
-            f"the number of optimizers is {len(self._optimizers)}, and {num_saved} in the "
-            "checkpoint.",
-            where=str(folder),
-            remedy="Give all of them, ordered as they were saved, or load the model alone: "
+            f"optimizers in the checkpoint: {num_saved}; given: {len(self._optimizers)}.",
+            where=str(self._folder),
+            remedy="Give all of them, in the order of the save, or load the model alone: "
             "load_checkpoint(path, model).",
             error=CheckpointError,
         )
+        opened, shared = self._opened, self._replicated
+        if self._has_replicas:  # each has its own model, and state of the optimizer
+            shared.add(files.OUTER, opened.file(files.OUTER).names())
+            return shared.read()
+        contents.state_for_model(opened, index, self._names)  # another model's is not even read
+        shared.add(files.MODEL, opened.file(files.MODEL).names())
+        plain = [each for each in self._optimizers if not isinstance(each, ShardedOptimizer)]
+        params = {name for each in plain for name in self._names.params_of(each)}
+        for file_name, names in states.tensors_of(opened, index, params):
+            shared.add(file_name, names)
+        return shared.read()
+
+    def gather(self, of_ranks: Sequence[str]) -> None:
+        """Gathers the shares, a collective call; `of_ranks` are the texts of `read_shares`.
+
+        If ranks load different things, each reads for itself.
+        """
+        if len(of_ranks) > 1 and len({*of_ranks}) == 1:
+            self._replicated.gather()
+
+    def read(self) -> None:
+        """Reads and compares; raises CheckpointError before anything is changed."""
+        index, names, opened = self.index, self._names, self._opened
         name, replica = files.MODEL, 0
-        if outer is not None and "outer" in index:
-            # The model's file is compared too: the checkpoint is whole, or it is refused.
-            contents.state_for_model(folder, index, names)
-            replica = outer.replica % index["num_replicas"]
-            name, self._of_outer = (
-                files.replica_file(replica),
-                contents.state_for_outer(folder, index),
-            )
-        self._of_model = contents.state_for_model(folder, index, names, name=name)
+        if self._outer is not None and self._has_replicas:
+            replica = self._outer.replica % index["num_replicas"]
+            name = files.replica_file(replica)
+            self._of_outer = contents.state_for_outer(opened, index)
+        self._of_model = contents.state_for_model(opened, index, names, name=name)
         self._of_optimizers = [
             states.state_for_optimizer(
-                folder, index, names, each, self._parts[number], number=number, replica=replica
+                opened, index, names, each, self._parts[number], number=number, replica=replica
             )
             for number, each in enumerate(self._optimizers)
         ]
+        self._require_whole()
+
+    @property
+    def _has_replicas(self) -> bool:
+        """True if each replica has its own state in the checkpoint, and loads it."""
+        return self._outer is not None and "outer" in self.index
 
     def _require_whole(self) -> None:
-        """Raises CheckpointError if a file is missing, damaged or too many, whoever needs it.
+        """Raises CheckpointError if a file is missing, damaged or too many.
 
-        Some rank looks at each file.
+        Some rank looks at each file, even if no rank needs it.
         """
-        index, folder, ranks = self.index, self._folder, self._ranks
+        index, ranks = self.index, self._ranks
         for number, (name, entries) in enumerate(index["files"].items()):
-            if number % ranks.size == ranks.rank:
-                states.open_as_listed(folder, name, entries)
-        if ranks.rank:
-            return
-        files.require_no_others(folder, index)
+            if number % ranks.size == ranks.rank and name not in self._opened:
+                # Not with the files that stay open: there may be very many.
+                states.require_listed(Opened(self._folder), name, entries)
+        if ranks.rank == 0:
+            files.require_no_others(self._folder, index)
+            self._require_files_of_outer()
         if "outer" in index:
-            contents.state_for_outer(folder, index)
-            for number in range(index["num_replicas"]):
-                files.open_tensors(folder / files.replica_file(number))
+            replicas = range(ranks.rank, index["num_replicas"], ranks.size)
+            for name in map(files.replica_file, replicas):
+                self._opened.file(name)
+
+    def _require_files_of_outer(self) -> None:
+        """Compares files of outer synchronization whose values no rank loads."""
+        if "outer" not in self.index:
+            return
+        if self._has_replicas:
+            contents.state_for_model(self._opened, self.index, self._names)
+        else:
+            contents.state_for_outer(self._opened, self.index)
 
     def put(self) -> None:
         """Puts everything in place."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from undertow.checkpoint.background import LAST
 from undertow.config import SyncConfig, refused
@@ -29,6 +28,7 @@ from undertow.torch_private import tables
 
 _Result = TypeVar("_Result")
 _HOST = torch.device("cpu")
+_DONE, _FAILED = "+", "-"  # before the text of a rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,49 +93,62 @@ class CheckpointRanks:
         return any(own.is_broken for own in self._watched)
 
     def settle_background(self) -> None:
-        """Waits for the save in the background before, on every rank; raises its error on all."""
-
-        def settle() -> None:
-            waited_s, error = LAST.settled()
-            for engine in self.engines[:1]:
-                engine.save_waited_s += waited_s
-            if error:
-                raise CheckpointError(error)
-
-        self.agree(settle)
+        """Waits for the save in the background before, on this rank; raises its error."""
+        waited_s, error = LAST.settled()
+        for engine in self.engines[:1]:
+            engine.save_waited_s += waited_s
+        if error:
+            raise CheckpointError(error)
 
     def agree(self, work: Callable[[], _Result]) -> _Result:
         """Returns the result of `work`; if it fails on a rank, every rank raises the same error."""
-        result = cause = None
-        text = ""
+        results: list[_Result] = []
+        self.texts_of(lambda: results.append(work()) or "")
+        return results[0]
+
+    def agree_on_first(self, work: Callable[[], Path]) -> Path:
+        """Runs `work` on the first rank only, and returns its path on every rank."""
+        return Path(self.texts_of(lambda: str(work()) if self.rank == 0 else "")[0])
+
+    def texts_of(self, work: Callable[[], str]) -> list[str]:
+        """Returns the text that `work` returns on each rank; if it fails on a rank, every rank
+        raises the same error."""
+        cause = None
         try:
-            result = work()
+            told = _DONE + work()
         except Exception as error:  # of any kind: other ranks are about to wait for this one
             cause = error
             failure = CheckpointError(
                 f"it was not possible to {self.to} in {self.path}.",
                 where=f"{type(error).__name__}: {error}",
-                remedy="A checkpoint that was there before is still there.",
+                remedy="An earlier checkpoint is still there.",
             )
-            text = str(error if isinstance(error, CheckpointError) else failure)
-        failed = [text for text in self.from_all(text) if text]
+            told = _FAILED + str(error if isinstance(error, CheckpointError) else failure)
+        of_ranks = self.from_all(told)
+        failed = [text for text in of_ranks if text.startswith(_FAILED)]
         if failed:
-            raise CheckpointError(failed[0]) from cause
-        return result  # type: ignore[return-value]  # it has not failed
+            raise CheckpointError(failed[0].removeprefix(_FAILED)) from cause
+        return [text.removeprefix(_DONE) for text in of_ranks]
 
-    def agree_on_first(self, work: Callable[[], Path | None]) -> Path:
-        """Runs `work` on the first rank only, and returns its path on every rank."""
-        path = self.agree(lambda: work() if self.rank == 0 else None)
-        return Path(self.from_all(str(path))[0])
+    def gathered(self, mine: Tensor) -> Tensor:
+        """Returns the bytes of every rank, as many of each, on the host.
+
+        [number of ranks, bytes]
+        """
+        with over_users(self.group):
+            return self._all_gather(mine.to(self.device)).cpu()
 
     def from_all(self, text: str, *, waits_for: str = "") -> list[str]:
         """Returns the texts of all ranks."""
         if self.group is None:
             return [text]
-        gather = partial(all_gather_over, group=self.group)
         with over_users(self.group, waits_for):
-            texts = gather_bytes(text.encode(), gather, self.device)
+            texts = gather_bytes(text.encode(), self._all_gather, self.device)
         return [text.decode() for text in texts]
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        assert self.group is not None  # there are several ranks
+        return all_gather_over(tensor, self.group)
 
 
 def _group_of(

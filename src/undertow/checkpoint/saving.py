@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from undertow.checkpoint import contents, files
 from undertow.checkpoint.background import LAST, BackgroundSave, Task
+from undertow.checkpoint.copies import Copies, memory_for
 from undertow.checkpoint.ranks import CheckpointRanks
 from undertow.checkpoint.tensors import require_stored
 from undertow.engine.step_settings import require_same_settings, settings_of, text_of
@@ -54,18 +55,35 @@ class Saving:
         self._token = self._text = ""  # of this save, and of its index
 
     def prepare(self, extra: object) -> Path:
-        """Returns the new folder. Raises the same error on every rank."""
-        ranks = self._ranks
+        """Waits for the save in the background before, and returns the new folder.
+
+        Raises the same error on every rank.
+        """
+
+        if self._outer is not None:
+            # Its state is a collective call on a mesh: all ranks enter it, or none.
+            self._ranks.agree(self._ranks.settle_background)
+
+        def told() -> str:
+            self._ranks.settle_background()
+            self._collect(extra)
+            return json.dumps([self._settings(), secrets.token_hex(8), self._own_entries()])
+
+        # In one message, because steps wait for it.
+        of_ranks = list(map(json.loads, self._ranks.texts_of(told)))
+        settings, tokens, entries = zip(*of_ranks, strict=True)
+        require_same_settings(settings, where="save_checkpoint")
+        self._token = tokens[0]
+        self._keep_what_this_rank_stores(entries)
+        return self._ranks.agree_on_first(self._open_folder)
+
+    def _settings(self) -> str:
         names_of = {
             id(param): name
             for name, param in tables.named_parameters(private.unwrapped(self._model))
         }
         of_each = [settings_of(each, names_of, names_of) for each in self._optimizers]
-        text = text_of(tuple(chain.from_iterable(of_each)))
-        require_same_settings(ranks.from_all(text), where="save_checkpoint")
-        ranks.agree(lambda: self._collect(extra))
-        self._share_entries()
-        return ranks.agree_on_first(self._open_folder)
+        return text_of(tuple(chain.from_iterable(of_each)))
 
     def _collect(self, extra: object) -> None:
         """Takes references to everything that is saved."""
@@ -89,16 +107,16 @@ class Saving:
         for tensors in (self._of_model[0], self._of_state[0], self._of_outer):
             require_stored(tensors)
 
-    def _share_entries(self) -> None:
-        """Tells all ranks the entries of each, and keeps those that this rank stores."""
-        rank = self._ranks.rank
+    def _own_entries(self) -> list[str]:
+        """Returns the entries of the optimizers' state on this rank, if it writes any."""
         tensors, texts = self._of_state
-        writes = any(rank in of_replica for of_replica in self._writers)
-        own = [*tensors, *texts] if writes else []
-        of_ranks = self._ranks.from_all(json.dumps([secrets.token_hex(8), own]))
-        (self._token, _), *_ = told = list(map(json.loads, of_ranks))
-        self._entries = _without_repeats([entries for _, entries in told], self._writers)
-        for entry in {*tensors, *texts} - {*self._entries.get(rank, ())}:
+        writes = any(self._ranks.rank in of_replica for of_replica in self._writers)
+        return [*tensors, *texts] if writes else []
+
+    def _keep_what_this_rank_stores(self, of_ranks: Sequence[list[str]]) -> None:
+        tensors, texts = self._of_state
+        self._entries = _without_repeats(of_ranks, self._writers)
+        for entry in {*tensors, *texts} - {*self._entries.get(self._ranks.rank, ())}:
             tensors.pop(entry, None)
             texts.pop(entry, None)
 
@@ -137,11 +155,11 @@ class Saving:
         """Copies the files of this rank; a thread writes them."""
         ranks = self._ranks
         statuses = files.Statuses(folder, self._token, rank=ranks.rank)
-        copies: dict[str, contents.Contents] = {}
+        copies = Copies(memory_for(self._model))
 
         def copy() -> None:
             statuses.begin()
-            self._each_own_file(lambda name, of: copies.update({name: contents.copied(of)}))
+            self._each_own_file(copies.add)
 
         ranks.agree(copy)
         task = Task(

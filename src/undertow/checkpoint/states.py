@@ -1,10 +1,12 @@
-"""Reads the state of an optimizer: each rank the entries of its own part, from the files that have
-them."""
+"""Reads the state of an optimizer.
+
+Each rank reads the entries of its part, from the files that have them.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +27,7 @@ from undertow.checkpoint.contents import (
     require_same,
 )
 from undertow.checkpoint.index import is_setting_like
+from undertow.checkpoint.opened import Opened
 from undertow.errors import CheckpointError, require
 from undertow.foreign import parsed_json
 from undertow.optim.state import MASTER, OF_EXACT, axes_in_memory, nested, room_in_order
@@ -32,7 +35,7 @@ from undertow.sharded.params import ShardPart
 
 
 def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
-    folder: Path,
+    opened: Opened,
     index: Mapping[str, Any],
     names: Names,
     optimizer: torch.optim.Optimizer,
@@ -46,7 +49,7 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
 
     `number` is its place among the saved optimizers.
     """
-    present = index["optimizers"]
+    present, folder = index["optimizers"], opened.folder
     about = present[number]
     saved, given = about["optimizer"], class_name(optimizer)
     require(
@@ -67,7 +70,7 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
     }
     needs = _Needs(folder, params, parts, others, about["axes"])
     state: dict[str, dict[str, Any]] = {}
-    found, orders = _read(folder, entries_by_file(index, replica), needs)
+    found, orders = _read(opened, entries_by_file(index, replica), needs)
     for (name, key), value in found.items():
         param = params[name]
         part = None if parts is None else parts.get(param)
@@ -97,7 +100,7 @@ class _Elements:
 
     folder: Path
     what: str  # for errors
-    pieces: list[tuple[int, int, Any]]  # start, stop, and a slice of safetensors
+    pieces: list[tuple[int, int, Any]]  # start, stop, and the elements or a slice of safetensors
 
     def read(self, param: Tensor, axes: Sequence[int], part: ShardPart | None) -> Tensor:
         """Reads the elements of `part`, or all of them in the parameter's shape.
@@ -111,6 +114,10 @@ class _Elements:
 
     def _between(self, start: int, stop: int) -> Tensor:
         """Reads the elements from `start` to `stop` into new memory."""
+        first, last, values = self.pieces[0]
+        is_all = (first, last) == (start, stop) and len(self.pieces) == 1
+        if is_all and isinstance(values, Tensor) and values.shape == (stop - start,):
+            return values  # gathered: the memory is new already
         found = [self.pieces[0][2][:0]]
         at = start
         for first, last, values in sorted(self.pieces, key=itemgetter(0, 1)):
@@ -184,22 +191,27 @@ def entries_by_file(index: Mapping[str, Any], replica: int) -> dict[str, list[st
     return {name: entries.get(name, []) for name in own}
 
 
-def open_as_listed(folder: Path, name: str, entries: Sequence[str]) -> tuple[Any, dict[str, str]]:
-    """Opens a file of the optimizer's state, and returns it with its texts.
-
-    Raises CheckpointError unless it has exactly these entries.
-    """
-    file = files.open_tensors(folder / name)
-    texts: dict[str, str] = file.metadata() or {}
-    texts.pop("format", None)
-    for entry in sorted({*file.keys(), *texts} ^ {*entries}):
+def require_listed(opened: Opened, name: str, entries: Collection[str]) -> None:
+    """Raises CheckpointError unless a file of the optimizer's state has exactly these entries."""
+    file = opened.file(name)
+    for entry in sorted({*file.names(), *file.texts()} ^ {*entries}):
         how = f"and undertow.json differ: only one of them has {entry!r}"
-        raise files.broken(folder / name, how)
-    return file, texts
+        raise files.broken(opened.folder / name, how)
+
+
+def tensors_of(
+    opened: Opened, index: Mapping[str, Any], params: Collection[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Returns the files with states of these parameters, and the names of their tensors there."""
+    for file_name, entries in entries_by_file(index, 0).items():
+        matches = [match for match in map(ENTRY.fullmatch, entries) if match is not None]
+        listed = {match.group() for match in matches if match[1] in params}
+        if listed:
+            yield file_name, [name for name in opened.file(file_name).names() if name in listed]
 
 
 def _read(
-    folder: Path, entries_of: Mapping[str, Sequence[str]], needs: _Needs
+    opened: Opened, entries_of: Mapping[str, Sequence[str]], needs: _Needs
 ) -> tuple[_Entries, _Entries]:
     """Returns the states that this rank needs, and the orders of axes that they have in memory.
 
@@ -207,11 +219,14 @@ def _read(
     """
     found: _Entries = {}
     orders: _Entries = {}
+    folder = opened.folder
     for file_name, entries in entries_of.items():
         needed = needs.of(folder / file_name, entries)
         if not needed:
             continue
-        file, texts = open_as_listed(folder, file_name, entries)
+        require_listed(opened, file_name, entries)
+        file = opened.file(file_name)
+        texts = file.texts()
         for match in needed:
             entry = match.group()
             name, key, axes, start, stop = match.groups()
@@ -220,11 +235,11 @@ def _read(
             elif entry in texts:
                 found[name, key] = parsed_json(texts[entry])
             elif start is None:
-                found[name, key] = file.get_tensor(entry).clone()
+                found[name, key] = file.tensor(entry).clone()
             else:
                 what = f"{key!r} of {name!r}"
                 elements = found.setdefault((name, key), _Elements(folder, what, []))
-                elements.pieces.append((int(start), int(stop), file.get_slice(entry)))
+                elements.pieces.append((int(start), int(stop), file.elements(entry)))
     for name, key in orders.keys() - found.keys():
         path = folder / "optimizer-*.safetensors"
         raise files.broken(path, f"have an order of axes, but no {key!r} of {name!r}")

@@ -23,6 +23,7 @@ def prepare(
     config: SyncConfig | None = None,
     shard_optimizer: bool = False,
     whole: bool | None = None,
+    stop_signals: Iterable[int] = (),
 ) -> Any:
     """Does what `accelerator.prepare(*args)` does, with models in Undertow's class; a collective
     call.
@@ -40,6 +41,8 @@ def prepare(
         shard_optimizer: True shards the optimizers among `args`; the schedulers among them follow.
             If one is sharded already, all stay as they are.
         whole: As for ShardedOptimizer.
+        stop_signals: Signals, of the module `signal`, after which `accelerator.check_trigger()` is
+            True on every rank, from the same step on. A process that trains alone ignores this.
 
     Returns:
         The prepared objects in the given order, or the only one.
@@ -68,6 +71,9 @@ def prepare(
         _wrapped(accelerator, item, config) if isinstance(item, nn.Module) else item
         for item in args
     ]
+    for item in items if (stop_signals := tuple(stop_signals)) else ():
+        if isinstance(item, undertow.DistributedDataParallel):
+            _stop_on_signal(accelerator, item, stop_signals)
     # Accelerate leaves an object as it is that it has prepared before.
     is_sharded = any(
         isinstance(getattr(item, "optimizer", None), ShardedOptimizer) for item in optimizers
@@ -82,6 +88,15 @@ def prepare(
     prepared = iter(accelerator.prepare(*others, None, None))
     items = [item if isinstance(item, nn.Module) else next(prepared) for item in items]
     return items[0] if len(items) == 1 else tuple(items)
+
+
+def _stop_on_signal(
+    accelerator: Accelerator, model: undertow.DistributedDataParallel, signals: Sequence[int]
+) -> None:
+    undertow.stop_on_signal(model, signals)
+    check = accelerator.check_trigger
+    # The same answer on every rank: the usual check is a collective call.
+    accelerator.check_trigger = lambda: model.stop_requested or check()
 
 
 def _wrapped(accelerator: Accelerator, model: nn.Module, config: SyncConfig | None) -> Any:

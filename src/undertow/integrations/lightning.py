@@ -1,7 +1,10 @@
-"""Strategies for Lightning's Trainer and Fabric, both registered as "undertow"."""
+"""Strategies for Lightning's Trainer and Fabric, both registered as "undertow", and a callback that
+stops the Trainer on a signal."""
 
 import inspect
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.fabric.strategies as fabric
@@ -154,6 +157,44 @@ class UndertowFabricStrategy(_Wrapping, fabric.DDPStrategy):
         )
         self.precision.unscale_gradients(optimizer)
         return optimizer.clip_grad_norm_(*args, **arguments)
+
+
+class StopOnSignal(pl.Callback):
+    """Stops the Trainer by `trainer.should_stop`, after the same batch on every rank, when one of
+    the signals has reached any rank: `Trainer(callbacks=[StopOnSignal(save_to="stopped.ckpt")])`.
+
+    It needs UndertowStrategy. While it fits, it takes the place of Lightning's own handlers of
+    these signals: they would stop single ranks, or save on them. `min_epochs` and `min_steps` are
+    met before the Trainer stops.
+
+    Args:
+        signals: As for `undertow.stop_on_signal`.
+        seconds: As for `undertow.stop_on_signal`.
+        save_to: The file for `trainer.save_checkpoint`, which is called after that batch, and after
+            each one until the Trainer stops; None saves nothing.
+    """
+
+    def __init__(
+        self,
+        signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
+        seconds: float | None = None,
+        *,
+        save_to: str | Path | None = None,
+    ) -> None:
+        self._signals, self._seconds, self._save_to = tuple(signals), seconds, save_to
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for number in self._signals:
+            # Lightning's, which it takes back when it has fitted.
+            if type(signal.getsignal(number)).__module__.startswith("lightning."):
+                signal.signal(number, signal.SIG_DFL)
+        undertow.stop_on_signal(trainer.strategy.model, self._signals, self._seconds)  # type: ignore[arg-type]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_arguments: Any) -> None:
+        if trainer.strategy.model.stop_requested:  # type: ignore[union-attr, operator]
+            trainer.should_stop = True
+            if self._save_to is not None:
+                trainer.save_checkpoint(self._save_to)
 
 
 pytorch.StrategyRegistry.register("undertow", UndertowStrategy, description="DDP by Undertow")

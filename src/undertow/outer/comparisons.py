@@ -12,6 +12,7 @@ from torch import Tensor
 from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.checks import mismatch
 from undertow.engine.params import ModuleParams
+from undertow.outer.frozen import first_that_differs
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 
@@ -75,18 +76,10 @@ class Comparisons:
                 is_frozen = first == len(names)
                 kind = "frozen" if is_frozen else "global"
                 raise mismatch(
-                    self._first_frozen(compared.frozen) if is_frozen else names[first],
+                    first_that_differs(self._all_ranks, compared.frozen)
+                    if is_frozen
+                    else names[first],
                     {rank: values[first] for rank, values in enumerate(of_ranks)},
                     where=f"{kind} parameters, step {step}",
                     remedy=_WRITES_FROZEN if is_frozen else _WRITES,
                 )
-
-    def _first_frozen(self, frozen: Mapping[str, Tensor]) -> str:
-        """Returns the first frozen parameter that differs; every rank calls this."""
-        mine = {f"{int(value)} {name}" for name, value in frozen.items()}
-        of_ranks = [
-            set(text.splitlines()) for text in self._all_ranks.watch.ask("\n".join(mine)).values()
-        ]
-        differing = mine.union(*of_ranks) - mine.intersection(*of_ranks)
-        names = {line.partition(" ")[2] for line in differing}
-        return min(names or frozen, default="?")

@@ -26,6 +26,7 @@ class ReplicaFacts(NamedTuple):
     settings: int  # digest of the settings of all optimizer steps so far; 0 is like any other
     not_finite: int  # 1 + the place of the first tensor that is not finite, 0: all are
     stopping: int  # 1: a signal has asked the rank to stop
+    frozen: int  # of a sample of the parameters that replicas do not exchange
 
 
 REPLICA_FACTS = dict.fromkeys(ReplicaFacts._fields, FactKind.NUMBERS)
@@ -73,7 +74,7 @@ def require_alike(
         f"rank {unlike} has other global parameters than the other replicas.",
         where=where,
         remedy="Load the same parameters on every rank, or call broadcast_parameters() after. A "
-        "run that goes on needs the saved state of model.outer on every rank too.",
+        "run that resumes also needs the saved state of model.outer on every rank.",
         error=ReplicaMismatch,
     )
     step = next(iter(of_ranks.values())).step

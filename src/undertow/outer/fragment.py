@@ -276,6 +276,7 @@ class Fragment:
             "settings": replicas.settings.digest % MODULO,
             "not_finite": bad,
             "stopping": float(is_stopping),
+            "frozen": replicas.frozen.digest(self.values.device),
         }
         if self._is_new:
             facts["fingerprint"] = self._fingerprint()
@@ -410,6 +411,9 @@ class Fragment:
         of_ranks = replicas.of_ranks(self._facts, values[:-1])
         self.is_stopping = any(facts.stopping for facts in of_ranks.values())
         require_alike(of_ranks, replicas.settings, replicas.all_ranks, fragment=self.index)
+        if differing({rank: facts.frozen for rank, facts in of_ranks.items()}):
+            where = f"exchange of fragment {self.index}, after step {of_ranks[0].step}"
+            replicas.frozen.tell(replicas.all_ranks, where=where)
         error = not_finite(of_ranks, list(self._places), fragment=self.index)
         if error is None and values[-1]:
             error = overflowed(of_ranks, fragment=self.index)

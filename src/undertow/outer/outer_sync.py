@@ -26,6 +26,7 @@ from undertow.outer.aside import Aside
 from undertow.outer.comparisons import Comparisons
 from undertow.outer.fragment import BufferPlace, Fragment
 from undertow.outer.fragments import Fragments, tensors_of, turns_of
+from undertow.outer.frozen import Frozen
 from undertow.outer.loads import OuterLoads, Values, values_of
 from undertow.outer.measured import Timings, given_turns, measured_turns
 from undertow.outer.replicas import Replicas, open_replicas
@@ -34,7 +35,7 @@ from undertow.outer.steps import StepCounter
 from undertow.plan.fragments import Turns, layers_of
 from undertow.ranks.agreement import surroundings
 from undertow.ranks.transport import OwnGroup
-from undertow.torch_private import private, tables
+from undertow.torch_private import private, tables, unscaling
 from undertow.trace import OuterReport
 
 _of_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OuterSync]] = (
@@ -74,6 +75,9 @@ class OuterSync(StepListener):
         self._aside = Aside()
         self._stop = engine.checks.stop
         self._comparisons = Comparisons(all_ranks, engine.current_plan.members)
+        self._frozen = Frozen(
+            engine.current_plan.members, is_needed=config.check_replicas_every is None
+        )
         self.is_closed = False
         self._state_dicts: StateDicts | None = None  # of `save_global`
         self._has_warned = False
@@ -221,7 +225,11 @@ class OuterSync(StepListener):
         if engine.current_plan.group.num_ranks == 1:
             members.read_again()  # else the engine has compared them
         self._replicas = open_replicas(
-            group, self._config, places=self.places, settings=self._steps.settings
+            group,
+            self._config,
+            places=self.places,
+            settings=self._steps.settings,
+            frozen=self._frozen,
         )
         is_of_copy = self._copied is not None and self.loads.follow() in (
             None,
@@ -338,7 +346,7 @@ class OuterSync(StepListener):
         if self._steps.step_ends(optimizer):
             self._has_stepped()
 
-    def unscaling_ends(self, optimizer: Optimizer, found: private.Found) -> private.Found:
+    def unscaling_ends(self, optimizer: Optimizer, found: unscaling.Found) -> unscaling.Found:
         if self._steps.is_skipped(optimizer, found):
             self._begins()
             if self._steps.skip(optimizer):
@@ -382,6 +390,7 @@ class OuterSync(StepListener):
             self._engine.current_plan.wait_for_parameters()
         for part in due:
             self._finish(part)
+        self._frozen.known = self._fragments.ids
         for part in starting:
             part.start(
                 step,
@@ -459,7 +468,7 @@ class OuterSync(StepListener):
 
     def _are_global(self, values: Values) -> bool:
         """Returns True if these are the values of the global parameters, which `save_global` has
-        put into a state dict: training goes on from there, with the same outer momentum."""
+        put into a state dict: training continues from there, with the same outer momentum."""
         if self._state_dicts is None or not self._fragments.have_stepped:
             return False
         found = map(self._fragments.global_copy, self.loads.present().values())

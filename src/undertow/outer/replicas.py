@@ -10,6 +10,7 @@ from torch import Tensor
 from undertow.buckets.facts import FactCodec
 from undertow.config import Outer, SyncConfig
 from undertow.outer.facts import ReplicaFacts, replica_facts
+from undertow.outer.frozen import Frozen
 from undertow.outer.step_settings import StepSettings
 from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.transport import OwnGroup
@@ -33,11 +34,13 @@ class Replicas:
         *,
         places: list[list[int]],
         settings: StepSettings,
+        frozen: Frozen,
         leaves_out: bool,
     ) -> None:
         self.all_ranks, self.exchanges, self.row, self.outer = all_ranks, exchanges, row, outer
         self.column = exchanges.group
-        self.places, self.settings, self.leaves_out = places, settings, leaves_out
+        self.places, self.settings, self.frozen = places, settings, frozen
+        self.leaves_out = leaves_out
         self.num_left_out = 0  # exchanges that have left a replica out
 
     def of_ranks(self, codec: FactCodec, told: Tensor) -> dict[int, ReplicaFacts]:
@@ -60,7 +63,12 @@ class Replicas:
 
 
 def open_replicas(
-    all_ranks: OwnGroup, config: SyncConfig, *, places: list[list[int]], settings: StepSettings
+    all_ranks: OwnGroup,
+    config: SyncConfig,
+    *,
+    places: list[list[int]],
+    settings: StepSettings,
+    frozen: Frozen,
 ) -> Replicas:
     """Opens the groups of the replicas; a collective call."""
     assert config.outer is not None  # else there are no replicas
@@ -79,5 +87,6 @@ def open_replicas(
         config.outer,
         places=places,
         settings=settings,
+        frozen=frozen,
         leaves_out=config.nonfinite == "skip",
     )

@@ -72,7 +72,8 @@ def gather_bytes(
     sizes = all_gather(torch.tensor(len(mine), device=device)).tolist()
     padded = torch.frombuffer(bytearray(mine.ljust(max(1, *sizes), b"\0")), dtype=torch.uint8)
     rows = all_gather(padded.to(device))
-    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
+    on_host = rows.cpu().numpy()
+    return [row[:size].tobytes() for row, size in zip(on_host, sizes, strict=True)]
 
 
 def json_of(group: OwnGroup, value: object, *, source: int) -> Any:

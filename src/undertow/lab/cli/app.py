@@ -36,9 +36,9 @@ _Sweep = Annotated[
 _Optimizer = Annotated[
     str | None,
     option(
-        '"adamw", "sgd" or "muon" divides update_us of the profile, measured with this '
-        "optimizer, by the work of the rank with the most. With muon, matrices have one owner "
-        "each, except embeddings and heads by their names. By default an update takes as long as "
+        '"adamw", "sgd" or "muon": predict the update of this optimizer in shards, from a profile '
+        "that was measured with it. The rank with the most work counts. With muon each matrix has "
+        "one owner, except embeddings and heads (by name). By default an update takes as long as "
         "in the profile."
     ),
 ]
@@ -234,7 +234,7 @@ def plan(
     "Simulates a step that sends one message per parameter, one with buckets of 25 MiB after "
     "a first one of 1 MiB, as torch's DistributedDataParallel has them, and one with the "
     "buckets that a cost model plans for this network (training tries plans on real steps "
-    "instead). Prints the time of each step, and its parts on the fastest rank: computing, waiting "
+    "instead). Prints the time of each step, and its parts on a typical rank: computing, waiting "
     "for the network and waiting for a late rank. The scaling efficiency is "
     "the share of the step that computing alone takes. Draws timelines in "
     "OUT/simulate.png. --sweep bandwidth draws the step over the rate of the link instead, in "
@@ -256,9 +256,9 @@ def simulate(  # noqa: PLR0913  # one argument per option
     skew: Annotated[
         float | None,
         option(
-            "Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest "
-            "rank is shown. This and the next three are by default as measured, or else as in "
-            "`undertow docs fidelity`."
+            "Standard deviation of computing times between ranks, 0.05 is 5 %; a typical "
+            "rank is shown. The defaults of this and the next three options are as measured, or as "
+            "in `undertow docs fidelity`."
         ),
     ] = None,
     contention: Annotated[

@@ -13,8 +13,8 @@ this is the same recursion with -u for the ready time:
     K = max(K, -earliest use) + C(bytes),   stall = max(0, K)
 
 A bucket in a format has fewer bytes, and its values are encoded and decoded: `C` is
-`undertow.lab.cost.payloads_us`. A bucket with one owner for each parameter takes as long as one in
-equal parts of its largest part's size.
+`undertow.lab.cost.payloads_us`. A bucket with one owner for each parameter takes as long as its
+busiest rank exchanges bytes: `undertow.plan.owners.largest_over_mean`.
 """
 
 import math
@@ -152,7 +152,8 @@ def payload_of(
 
 
 def in_equal_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
-    """Returns the payload in equal parts that takes as long as the largest part of the bucket."""
+    """Returns the payload in equal parts that takes as long as the bucket does on its busiest
+    rank."""
     factor = largest_over_mean(plan.params, bucket.params, bucket.owners, num_ranks=plan.num_shards)
     return _stretched(payload, factor)
 

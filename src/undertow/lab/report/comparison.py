@@ -30,7 +30,7 @@ _COLUMNS = {
 class SimulatedStep:
     """The record of a simulated step under one grouping of gradients, as a row of a table.
 
-    It is of the fastest rank, which waits for the network and for every other rank.
+    It is of a typical rank, which waits for the network and for slower ranks.
     """
 
     method: str
@@ -84,8 +84,10 @@ def print_steps(steps: Sequence[SimulatedStep], console: Console) -> None:
     table.rows[best].style = "bold"
     console.print(table)
     console.print(
-        "Of the fastest rank: computing, network and late rank add up to the step.",
+        "Of a typical rank: computing, network and late rank add up to the step.",
         highlight=False,
     )
     low, high = (f"{share - 1:+.0%}" for share in BAND)
-    console.print(f"Nine of ten published step times are {low} to {high} off their predictions.")
+    console.print(
+        f"Nine of ten published step times are within {low} and {high} of their predictions."
+    )

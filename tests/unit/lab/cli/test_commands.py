@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import undertow as library
 from support.cli import EXAMPLE, MEASURED, MIB, SMALL, Undertow, rows_of, what_if
@@ -27,11 +28,24 @@ from undertow.lab.cli import main
 from undertow.lab.cost import LINKS, CostCurve
 from undertow.lab.demo import DemoSettings
 from undertow.lab.profile import profile_from_file, profile_from_json
+from undertow.lab.report import timeline
 from undertow.lab.report.comparison import compared
 from undertow.lab.what_if import MEASURED as OWN
 from undertow.lab.what_if import WhatIf
 from undertow.plan import Plan
 from undertow.schedule import STRATEGIES, Strategy
+
+
+@pytest.fixture
+def draws() -> None:
+    """A test that uses this draws what a command draws."""
+
+
+@pytest.fixture(autouse=True)
+def empty_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture would take most of a command's time."""
+    if "draws" not in request.fixturenames:
+        monkeypatch.setattr(timeline, "_timeline", lambda *_: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +138,7 @@ def test_a_folder_that_does_not_exist_is_named(command: str, undertow: Undertow)
         2,
         "",
         f"Error: the folder 'nowhere' does not exist.\n  undertow {command} nowhere\n"
-        "  Name the folder into which the run has written.\n",
+        "  Give the folder that the run wrote its files to.\n",
     )
 
 
@@ -239,7 +253,7 @@ REFUSALS = {
     "plan small.json --strategy zero3": (
         "strategy 'zero3' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.\n"
     ),
-    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  The command `undertow docs profiles`",
+    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  Give a file that save_profile() has ",
     "plan broken.json": "broken.json is not JSON.\n  Expecting ',' delimiter: line 1 column",  # told from a plan
     "simulate small.json": (
         f"the costs of 'ddp' over 4 ranks are unknown.\n  the profile 'small' has costs of nothing, 'ddp' over 4 ranks\n{NODES}"
@@ -312,6 +326,7 @@ Network: 8gbit,10us, 4 ranks
 """
 
 
+@pytest.mark.usefixtures("draws")
 def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     code, printed, _ = undertow(f"simulate small.json --link 8gbit,10us --out out {PLAIN}", columns=80)
     assert (code, printed.startswith(SIMULATED)) == (0, True)
