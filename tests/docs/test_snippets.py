@@ -30,7 +30,7 @@ FILES = {
     name: ROOT / "docs" / f"{name}.md"
     for name in (
         *("concepts", *LIBRARIES, "sharded-optimizer", "report", "uneven-data", "reproducibility", "slow-networks"),
-        *("troubleshooting", "planning", "profiles", "reliability", "traces"),
+        *("troubleshooting", "profiles", "reliability", "traces"),
     )
 }
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
