@@ -1,4 +1,4 @@
-"""python -m benchmarks: measures, writes out/bench.jsonl and out/bench.md, and prints every figure beside its target.
+"""python -m benchmarks: measures, writes out/bench.jsonl, and prints every figure beside its target.
 
 python -m benchmarks matrix ...: workloads x ranks x links x systems; --help says more. `make bench` runs both.
 python -m benchmarks fidelity: the simulator beside what the matrix has measured.
@@ -18,13 +18,12 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks import fidelity, figures, outer, quality
 from benchmarks.figure import Part
 from benchmarks.machine import machine
 from benchmarks.matrix import run as matrix
-from benchmarks.output import Measured, figures_table, write_json_lines, write_markdown
+from benchmarks.output import Measured, figures_table, write_json_lines
 from benchmarks.shaped import part as shaped
 from benchmarks.suite import PARTS
 
@@ -68,35 +67,24 @@ def _measure_parts(asked: argparse.Namespace) -> int:
         if results:
             described["load_average_after"] = machine()["load_average"]
             write_json_lines(asked.out / "bench.jsonl", described, results)
-            write_markdown(asked.out / "bench.md", described, results)
     console.print()
     console.print(figures_table(results))
-    console.print(f"Written: {asked.out / 'bench.md'} and {asked.out / 'bench.jsonl'}", highlight=False)
+    console.print(f"Written: {asked.out / 'bench.jsonl'}", highlight=False)
     return len(chosen) - len(results)
 
 
 def _run_parts(parts: Sequence[Part], console: Console, results: list[Measured], *, is_quick: bool) -> None:
-    """Adds what could be measured to `results`."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks = {part.name: progress.add_task(part.name.ljust(14), start=False, total=1, now="") for part in parts}
-        for part in parts:
-            task = tasks[part.name]
+    """Adds to `results` each part that can be measured."""
+    for part in parts:
 
-            def tell(now: str, part: Part = part, task: TaskID = task) -> None:
-                progress.update(task, now=now)
-                if not console.is_terminal:  # a log gets lines in place of a bar that moves
-                    console.print(f"{part.name}: {now}", markup=False, highlight=False)
+        def tell(now: str, name: str = part.name) -> None:
+            console.print(f"{name}: {now}", markup=False, highlight=False)
 
-            progress.start_task(task)
-            try:
-                rows = part.measure(is_quick, tell)
-                results.append(Measured(part=part, rows=rows, figures=part.judge(rows)))
-                progress.update(task, completed=1, now="done")
-            except Exception as error:
-                progress.stop_task(task)
-                progress.update(task, now="failed")
-                console.print(f"{part.name} could not be measured: {error}", markup=False, highlight=False)
+        try:
+            rows = part.measure(is_quick, tell)
+            results.append(Measured(part=part, rows=rows, figures=part.judge(rows)))
+        except Exception as error:
+            tell(f"could not be measured: {error}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.matrix.catalog import OURS
 from benchmarks.matrix.finished import profile_name, title_of
 from undertow.lab.profile import Profile, profile_from_file
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.what_if import WhatIf
 from undertow.plan import plan_from_groups
 
 BOUND = 0.05
@@ -101,7 +101,7 @@ def _prediction(cell: str, system: str, profile: Profile, source: str, known: Pr
     assert profile.groups is not None  # measured under a plan
     assert profile.step_us is not None
     plan = plan_from_groups(known.params, profile.groups, num_ranks=known.num_ranks, wires=profile.wires)
-    step_us = WhatIf.of(known).step(system, plan).step_us
+    step_us = WhatIf.of(known).step(plan).step_us
     return Prediction(
         cell=cell,
         system=system,

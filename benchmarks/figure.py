@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 Row = dict[str, Any]  # one measurement as flat values; what is nested goes to bench.jsonl only
 Tell = Callable[[str], None]  # says what is being measured now
-
-
-class Relation(StrEnum):
-    """How a measured value must stand to its bound."""
-
-    AT_MOST = "≤"
-    BELOW = "<"
-    ABOVE = ">"
-    EQUAL = "="
-
-
-_HOLDS: Mapping[Relation, Callable[[float, float], bool]] = {
-    Relation.AT_MOST: operator.le,
-    Relation.BELOW: operator.lt,
-    Relation.ABOVE: operator.gt,
-    Relation.EQUAL: operator.eq,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    relation: Relation
-    bound: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +18,12 @@ class Figure:
     measured: float
     unit: str  # "" for a plain number
     num_decimals: int = 2
-    target: Target | None = None
+    at_most: float | None = None  # the target
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the measured value, not its rounded form, meets the target; None without one."""
-        return None if self.target is None else _HOLDS[self.target.relation](self.measured, self.target.bound)
+        """True if the measured value, not its rounded form, meets the target; None without one."""
+        return None if self.at_most is None else self.measured <= self.at_most
 
     @property
     def measured_text(self) -> str:
@@ -56,7 +31,7 @@ class Figure:
 
     @property
     def target_text(self) -> str:
-        return "-" if self.target is None else f"{self.target.relation} {self._with_unit(self.target.bound)}"
+        return "-" if self.at_most is None else f"≤ {self._with_unit(self.at_most)}"
 
     @property
     def verdict(self) -> str:

@@ -3,9 +3,9 @@
 Steps over links are those that `--only shaped` has measured in network namespaces (rows with source "shaped"): the emulated link
 takes no processor time, so its figures say nothing about a real one.
 
-Reads docs/matrix/matrix.jsonl, benchmarks/matrix/recorded.json and benchmarks/recorded.json. Writes docs/figures.json, and fills
+Reads docs/matrix/matrix.jsonl and benchmarks/recorded.json. Writes docs/figures.json, and fills
 the blocks of the pages between <!-- figures: NAME --> and <!-- end of figures --> from it. With --record FILE, the results of a
-bench.jsonl are recorded first. With --pictures, the demo and the simulator draw their pictures anew, which takes two minutes.
+bench.jsonl are recorded first. With --pictures, the demo and the simulator draw their pictures again, which takes two minutes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import outer, quality
-from benchmarks.matrix import guard
 from benchmarks.matrix.catalog import OURS, OWN, PER_PARAMETER, TORCH
 from benchmarks.matrix.finished import read_cells
-from benchmarks.matrix.interval import ALIKE
 from benchmarks.matrix.table import markdown_table
 from benchmarks.shaped import part as shaped
 from benchmarks.shaped.systems import BARE, BEST, DDP, OUTER, PERIOD
@@ -37,6 +35,7 @@ FIGURES, RECORDED, MATRIX = (
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "slow-networks.md")
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
 _BEST = "torch-ddp-best"
+ALIKE = 0.03  # a smaller difference says nothing here
 _LINKS = {"1gbit": "1 Gb/s", "5gbit": "5 Gb/s", "none": "unshaped"}
 _ON_THEIR_PAGE = (quality.NAME, outer.NAME, outer.DOCSTRINGS)
 _SYSTEMS = {
@@ -69,7 +68,7 @@ def tables() -> dict[str, Table]:
     cells = [cell for cell in read_cells(MATRIX) if cell["kind"] == "shaped" and OURS in _steps(cell)]
     compared = [cell for cell in cells if _BEST in _steps(cell)]  # with all systems
     parts = _recorded()
-    rows, of_sizes = (_dated_rows(parts, name) for name in (shaped.NAME, "model-size"))
+    rows = _dated_rows(parts, shaped.NAME)
     of_parts = {quality.NAME: _quality, outer.NAME: _outer_quality, outer.DOCSTRINGS: _outer_quality}
     return {
         "readme": _readme(rows),
@@ -78,10 +77,7 @@ def tables() -> dict[str, Table]:
         "outer-link": _outer_link(rows),
         "summary": _summary(compared),
         "systems": _systems(compared),
-        "model-size": _model_size(of_sizes),
         "targets": _targets(parts),
-        "guard": _guard(),
-        "demo": _demo(parts),
         **{name: table(parts[name]["rows"]) for name, table in of_parts.items() if name in parts},
     }
 
@@ -232,16 +228,6 @@ def _systems(cells: Sequence[Cell]) -> Table:
     return [["whole step over 1 Gb/s, ms", "2 ranks", "4 ranks"], *sorted(rows, key=lambda row: int(row[1]), reverse=True)]
 
 
-def _model_size(rows: Sequence[Cell]) -> Table:
-    names = list(dict.fromkeys(row["system"] for row in rows))
-    lines = []
-    for size in dict.fromkeys((row["num_params"], row["tensors"]) for row in rows):
-        by_name = {row["system"]: row for row in rows if row["num_params"] == size[0]}
-        times = (f"{by_name[name]['step_ms']:.0f}" for name in names)
-        lines.append([f"{size[0] / 1e6:.1f} M", str(size[1]), *times, f"**{by_name['Undertow']['times_faster']:.1f}**"])
-    return [["parameters", "tensors", *(f"{name}, ms" for name in names), "times faster"], *lines]
-
-
 def _targets(parts: Mapping[str, Any]) -> Table:
     return [
         ["figure", "measured", "target", "date"],
@@ -257,16 +243,6 @@ def _targets(parts: Mapping[str, Any]) -> Table:
 def _judged(figure: Mapping[str, str]) -> str:
     """Returns the measured value, marked if it misses its target."""
     return f"**missed**: {figure['measured']}" if figure["met"] == "NO" else figure["measured"]
-
-
-def _guard() -> Table:
-    recorded = guard.read_recorded()
-    rows = [[name.replace("ours", "Undertow"), f"{value:.3f}", _wanted(name)] for name, value in recorded.items()]
-    return [["ratio", "recorded", "target"], *rows]
-
-
-def _wanted(name: str) -> str:
-    return f"≤ {guard.TARGETS[name]:.2f}" if name in guard.TARGETS else "-"
 
 
 def _shaped(rows: Sequence[Cell]) -> Table:
@@ -345,47 +321,28 @@ def _outer_quality(rows: Sequence[Cell]) -> Table:
     return [["exchange", *(f"{number} replicas, %" for number in ranks)], *lines]
 
 
-def _demo(parts: Mapping[str, Any]) -> Table:
-    rows = parts["demo"]["rows"]
-    return [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-
-
 def draw() -> None:
-    """Runs the demo and the simulator; writes their pictures into docs, and records the demo's figures."""
-    from benchmarks.machine import machine
+    """Runs the demo and the simulator; writes their pictures into docs."""
     from undertow.lab.demo import DemoSettings
     from undertow.lab.demo.run import headline, train
     from undertow.lab.demo.settings import WAYS
     from undertow.lab.report.timeline import save_timeline
-    from undertow.trace import overlap_of
 
     settings = DemoSettings(strategy="zero2")
     ask = ("gpt2", "--ranks", "64", "--per-node", "8", "--link", "25gbit", "--out", "docs")
     subprocess.run([str(Path(sys.executable).parent / "undertow"), "simulate", *ask], cwd=ROOT, check=True)
     done = train(settings)
-    typical = {WAYS[it.way]: it.typical for it in done}
     conditions = f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, typical of {settings.num_steps} steps"
     for name, chosen in (("demo-zero2", done), ("demo", done[:-1])):
         traces = {WAYS[it.way]: it.typical for it in chosen}
         save_timeline(traces, ROOT / "docs" / f"{name}.png", title=headline(chosen), conditions=conditions)
-    rows = [
-        {
-            "variant": way,
-            "ms per step": f"{step.duration_us / 1e3:.0f}",
-            "exposed ms": f"{overlap_of(step).exposed_us / 1e3:.0f}",
-            "hidden": f"{overlap_of(step).fraction or 0:.0%}",
-            "operations": str(len(step.communication)),
-        }
-        for way, step in typical.items()
-    ]
-    _keep({"demo": {**_origin(machine()), "figures": [], "rows": rows}})
 
 
 def main(arguments: Sequence[str]) -> int:
     """Writes figures.json and the blocks of the pages; 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks figures", description=__doc__)
     parser.add_argument("--record", type=Path, metavar="FILE", help="take the results of this bench.jsonl first")
-    parser.add_argument("--pictures", action="store_true", help="draw the pictures anew, with the demo's table")
+    parser.add_argument("--pictures", action="store_true", help="draw the pictures again")
     asked = parser.parse_args(arguments)
     if asked.record:
         record(asked.record)

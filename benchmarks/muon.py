@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.figure import Figure, Relation, Row, Target, Tell, row_where
+from benchmarks.figure import Figure, Row, Tell, row_where
 from benchmarks.matrix.links import INTERFACE
 from benchmarks.matrix.profile import Layer, Profile
 from benchmarks.matrix.turns import sent_bytes_of
@@ -62,7 +62,7 @@ def judge(rows: Sequence[Row]) -> list[Figure]:
 
 
 def _figure(name: str, measured: float, bound: float) -> Figure:
-    return Figure(name=name, measured=measured, unit="x", target=Target(relation=Relation.AT_MOST, bound=bound))
+    return Figure(name=name, measured=measured, unit="x", at_most=bound)
 
 
 def _measure_rank(rank: int, num_turns: int) -> list[Row]:

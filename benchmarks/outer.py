@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import quality
-from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell
+from benchmarks.figure import Figure, Part, Row, Tell
 
 NAME, DOCSTRINGS = "outer-quality", "outer-docstrings"
 PERIODS = (10, 30, 100)
@@ -94,7 +94,7 @@ def _judged(rows: Sequence[Row], of_ranks: Mapping[int, Mapping[str, Any]], *, b
             if name == PLAIN:
                 continue
             is_judged = ranks == 2 and name in bounded
-            target = Target(relation=Relation.AT_MOST, bound=_MOST_LOSS) if is_judged else None
+            most = _MOST_LOSS if is_judged else None
             title = f"{ranks} replicas, {name}: loss above {PLAIN}"
-            figures.append(Figure(name=title, measured=mean(above[name, ranks]), unit="%", target=target))
+            figures.append(Figure(name=title, measured=mean(above[name, ranks]), unit="%", at_most=most))
     return figures

@@ -1,4 +1,4 @@
-"""Where the figures go: JSON lines, Markdown, and the terminal."""
+"""Where the figures go: JSON lines, and the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.figure import Figure, Part, Row
-from benchmarks.matrix.table import markdown_table
 
 _HEAD = ("figure", "measured", "target", "met")
 
@@ -35,15 +34,6 @@ def write_json_lines(path: Path, machine: Row, results: Sequence[Measured]) -> N
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def write_markdown(path: Path, machine: Row, results: Sequence[Measured]) -> None:
-    """The machine, and for each part its figures and what they come from."""
-    blocks = ["# Benchmarks", " · ".join(f"{key} {value}" for key, value in machine.items())]
-    for result in results:
-        figures = [(figure.name, figure.measured_text, figure.target_text, figure.verdict) for figure in result.figures]
-        blocks += [f"## {result.part.title}", markdown_table(_HEAD, figures), _markdown_rows(result.rows)]
-    path.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
-
-
 def figures_table(results: Sequence[Measured]) -> Table:
     """Every figure of every part."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
@@ -57,16 +47,3 @@ def figures_table(results: Sequence[Measured]) -> Table:
             table.add_row(f"  {escape(figure.name)}", figure.measured_text, figure.target_text, figure.verdict, style=style)
         table.add_section()
     return table
-
-
-def _markdown_rows(rows: Sequence[Row]) -> str:
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if _is_flat(rows, key)]
-    return markdown_table(keys, ([_cell(row.get(key)) for key in keys] for row in rows))
-
-
-def _is_flat(rows: Sequence[Row], key: str) -> bool:
-    return not any(isinstance(row.get(key), list | dict) for row in rows)
-
-
-def _cell(value: object) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

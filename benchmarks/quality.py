@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell
+from benchmarks.figure import Figure, Part, Row, Tell
 from benchmarks.matrix.systems.torch_ddp import with_hook
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
@@ -152,7 +152,7 @@ def judge(rows: Sequence[Row]) -> list[Figure]:
             name=f"{ranks} ranks, {name}: loss above that of {FULL_WIDTH}",
             measured=mean(above[name, ranks]),
             unit="%",
-            target=None if variant.bound is None else Target(relation=Relation.AT_MOST, bound=variant.bound),
+            at_most=variant.bound,
         )
         for ranks in RANKS
         for name, variant in VARIANTS.items()

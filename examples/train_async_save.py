@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("async_checkpoints"))
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    # The thread that saves communicates while training does: each needs a group of its own.
+    # The thread that saves communicates while training does: each needs a separate group.
     group_of_saves = dist.new_group(backend="gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1)))

@@ -1,8 +1,7 @@
 """One cell of the matrix: a workload on a number of ranks over one link, with all systems side by side.
 
 Systems of one virtual environment share the processes of a run and take turns of some steps, the bare model always with
-them; another environment has a run of its own. Start-up time and peak memory want a process per system: short runs of one
-system alone.
+them; another environment has a separate run.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.matrix.catalog import BARE, NUM_SETTLING, SYSTEMS, SystemSpec, WorkloadSpec
+from benchmarks.matrix.catalog import BARE, SYSTEMS, SystemSpec, WorkloadSpec
 from benchmarks.matrix.environments import python_of, why_absent
-from benchmarks.matrix.errors import MatrixError, RankFailed
+from benchmarks.matrix.errors import RankFailed
 from benchmarks.matrix.finished import PLACE, title_of
 from benchmarks.matrix.job import Job, SystemJob
-from benchmarks.matrix.links import LOCAL, Network, emulated_network, local_network, shaped_network
+from benchmarks.matrix.links import LOCAL, Network, local_network, shaped_network
 from benchmarks.matrix.processes import run_job
 
 Tell = Callable[[str], None]
@@ -36,7 +35,6 @@ class Effort:
     """How much is measured."""
 
     num_turns: int  # of each system; see `turns`
-    has_start_up: bool
     max_settling: int = 1_000  # steps, of a system that has any
     turn_budget_s: float = 30.0  # for the turns of one system in one run
 
@@ -79,20 +77,17 @@ class CellResult:
     """Everything that the runs of a cell brought back: by run, what each rank wrote."""
 
     timed: list[list[dict[str, Any]]]
-    start_up: dict[str, list[dict[str, Any]]]  # by system
     errors: dict[str, str]  # by system
     divided: list[str] = field(default_factory=list)  # of runs whose systems were measured one by one, for they failed together
 
 
 def kind_of(link: str, num_ranks: int, device: str, *, has_namespaces: bool) -> str:
-    """Over what ranks talk that are to have `link` between them: "shaped", "emulated" or LOCAL.
+    """Returns "shaped" if `link` can be made between the ranks, or else LOCAL.
 
-    Devices with nothing to be shaped between them need neither of the first two: the emulated link carries tensors of
-    processors only, and processes that talk over NCCL do not find one another across network namespaces.
+    Ranks that talk over NCCL do not find one another across network namespaces.
     """
-    if (device, link) == ("cuda", "none") and (_has_device_each(device, num_ranks) or not has_namespaces):
-        return LOCAL
-    return "shaped" if has_namespaces else "emulated"
+    is_over_nccl = link == "none" and _has_device_each(device, num_ranks)
+    return "shaped" if has_namespaces and not is_over_nccl else LOCAL
 
 
 def _has_device_each(device: str, num_ranks: int) -> bool:
@@ -129,31 +124,20 @@ def why_not_here(spec: SystemSpec, device: str) -> str | None:
 def measure_cell(cell: Cell, tell: Tell) -> CellResult:
     """Runs everything; a system that cannot be measured has its error in the result."""
     reasons = {spec.name: why_not_here(spec, cell.device) for spec in cell.systems}
-    result = CellResult(timed=[], start_up={}, errors={name: why for name, why in reasons.items() if why is not None})
+    result = CellResult(timed=[], errors={name: why for name, why in reasons.items() if why is not None})
     specs = [spec for spec in cell.systems if spec.name not in result.errors]
     available = psutil.virtual_memory().available if cell.device == "cpu" else torch.cuda.mem_get_info()[0]
     num_bytes = cell.workload.gradient_bytes(cell.device)
     runs = runs_of(specs, max_systems=max_systems(num_bytes, cell.num_ranks, available))
-    effort = cell.effort
     with _network(cell) as network:
         for run in runs:
             tell(f"{cell.title}: {_names(run)}")
             _measure_run(cell, run, network, result, tell)
-        for spec in specs if effort.has_start_up else ():
-            tell(f"{cell.title}: start-up and memory of {spec.name}")
-            _measure_start_up(cell, spec, network, result)
     return result
 
 
 @contextmanager
 def _network(cell: Cell) -> Iterator[Network]:
-    if cell.kind == "emulated":
-        if cell.device != "cpu":
-            raise MatrixError(
-                "the emulated link carries tensors of processors only; as root, links are shaped, and --link none needs neither"
-            )
-        yield emulated_network(cell.link)
-        return
     if cell.kind == LOCAL:
         yield local_network()
         return
@@ -168,7 +152,7 @@ def _names(run: Run) -> str:
 def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult, tell: Tell) -> None:
     jobs = [job for job in run.systems if job.name not in result.errors]
     try:
-        result.timed.append(_run(cell, run.environment, jobs, network, cell.effort))
+        result.timed.append(_run(cell, run.environment, jobs, network))
         return
     except RankFailed as error:
         if len(jobs) <= 2:
@@ -183,17 +167,8 @@ def _measure_run(cell: Cell, run: Run, network: Network, result: CellResult, tel
         _measure_run(cell, Run(environment=run.environment, systems=(bare, job)), network, result, tell)
 
 
-def _measure_start_up(cell: Cell, spec: SystemSpec, network: Network, result: CellResult) -> None:
-    # As many steps of each: a plan that moves counts, and so does what the allocator grows by.
-    job = replace(spec.jobs()[0], num_settling=NUM_SETTLING)
-    effort = Effort(num_turns=0, has_start_up=True)
-    try:
-        result.start_up[spec.name] = _run(cell, spec.environment, [job], network, effort)
-    except RankFailed as error:
-        result.errors.setdefault(spec.name, str(error))
-
-
-def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Network, effort: Effort) -> list[dict[str, Any]]:
+def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Network) -> list[dict[str, Any]]:
+    effort = cell.effort
     python = python_of(environment)
     if python is None:
         raise RankFailed(f"the virtual environment {environment!r} has gone")
@@ -202,13 +177,10 @@ def _run(cell: Cell, environment: str, jobs: Sequence[SystemJob], network: Netwo
             num_ranks=cell.num_ranks,
             workload=cell.workload.name,
             scale=cell.workload.scale,
-            gradient_bytes=cell.workload.gradient_bytes(cell.device),
             systems=tuple(replace(job, num_settling=min(job.num_settling, effort.max_settling)) for job in jobs),
             num_turns=effort.num_turns,
             turn_budget_s=effort.turn_budget_s,
             counted_interface=network.interface if network.namespaces else None,
-            emulated=network.emulated,
-            burst_bytes=network.burst_bytes,
             device=cell.device,
             backend="cpu:gloo,cuda:nccl" if cell.uses_nccl else "gloo",
             folder=folder,

@@ -13,11 +13,10 @@ from benchmarks.matrix.links import LOCAL, SHAPES
 Document = dict[str, Any]
 ROW, MACHINE = "row", "machine"  # types of lines
 OF_THE_CELL = (
-    *("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "link_measured", "conditions"),
+    *("workload", "workload_title", "num_params", "ranks", "link", "kind", "device", "conditions"),
     "divided",  # not in what older runs have written
 )
 _KINDS_OF_NONE = {"shaped": "cables, unshaped", LOCAL: "this machine's own"}
-START_UP = ("start_up_of", "import_ms", "wrap_ms", "first_step_ms", "peak_rss_mb", "peak_device_mb")
 PLACE = ("workload", "ranks", "link", "kind", "device")
 
 
@@ -70,19 +69,6 @@ def read_cells(path: Path) -> list[Document]:
 def measured_systems(cell: Document) -> set[str]:
     """Names of those that have a figure."""
     return {row["system"] for row in cell["rows"] if row["error"] is None}
-
-
-def has_start_up(cell: Document) -> bool:
-    return any("first_step_ms" in row for row in cell["rows"])
-
-
-def with_start_up_of(earlier: Document, cell: Document) -> Document:
-    """`cell`, with the start-up times and peaks of the one in whose place it comes, where it has none of its own."""
-    is_timed_alike = earlier["conditions"].get("steps_per_turn") == cell["conditions"].get("steps_per_turn")
-    if has_start_up(cell) or not is_timed_alike:
-        return cell
-    of_rows = {row["system"]: {name: row[name] for name in START_UP if name in row} for row in earlier["rows"]}
-    return {**cell, "rows": [{**of_rows.get(row["system"], {}), **row} for row in cell["rows"]]}
 
 
 def in_order(cells: Iterable[Document]) -> list[Document]:

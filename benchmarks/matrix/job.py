@@ -28,15 +28,12 @@ class Job:
     num_ranks: int
     workload: str
     scale: float
-    gradient_bytes: int  # of the workload
     systems: tuple[SystemJob, ...]
     num_turns: int
     turn_budget_s: float  # a slow system has fewer turns, at least MIN_TURNS
     counted_interface: str | None  # whose bytes are counted; None where ranks share it
-    emulated: str | None  # text of the emulated link, None on a real one
-    burst_bytes: int  # of the emulated one
     device: str  # "cpu" or "cuda"
-    backend: str  # of torch.distributed, on a real link
+    backend: str  # of torch.distributed
     folder: str  # store, results and logs
     runner_pid: int = field(default_factory=os.getpid)
 

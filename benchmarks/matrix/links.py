@@ -1,4 +1,4 @@
-"""Links between the ranks of this machine: shaped ones between network namespaces, the emulated one, or none of ours.
+"""Links between the ranks of this machine: shaped ones between network namespaces, or the machine's own.
 
     rank 0            rank 1            a namespace each, named after this process
     eth0 tbf 1gbit    eth0 tbf 1gbit    each rank's way out is shaped
@@ -23,7 +23,6 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks.matrix.errors import NoNamespaces
-from undertow.lab.cost.links import TCP_PAYLOAD_SHARE
 
 NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
 PREFIX = "undertow-bench-"
@@ -53,10 +52,8 @@ SHAPES = {
 class Network:
     """Where ranks run and what they talk over."""
 
-    kind: str  # "shaped", "emulated" or LOCAL
+    kind: str  # "shaped" or LOCAL
     interface: str
-    emulated: str | None  # text of the emulated link
-    burst_bytes: int = 0  # of the emulated one
     namespaces: tuple[str, ...] = ()  # by rank
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
@@ -82,15 +79,9 @@ def what_is_missing() -> str | None:
         return f"they are refused ({error})"
 
 
-def emulated_network(link: str) -> Network:
-    """A link like the shaped one of that name, its bucket included, of which tc counts headers as well."""
-    burst_bytes = int(SHAPES[link].burst_bytes * TCP_PAYLOAD_SHARE)
-    return Network(kind="emulated", interface="lo", emulated=link, burst_bytes=burst_bytes)
-
-
 def local_network() -> Network:
-    """As the machine is: nothing is between ranks on devices but what it has itself."""
-    return Network(kind=LOCAL, interface="lo", emulated=None)
+    """The machine as it is, without a link between ranks."""
+    return Network(kind=LOCAL, interface="lo")
 
 
 @contextmanager
@@ -107,7 +98,7 @@ def shaped_network(link: str, num_ranks: int) -> Iterator[Network]:
         _run("ip", "-n", hub, "link", "set", "br0", "up")
         for rank, spoke in enumerate(spokes):
             _join(hub, spoke, rank, SHAPES[link])
-        yield Network(kind="shaped", interface=INTERFACE, emulated=None, namespaces=spokes)
+        yield Network(kind="shaped", interface=INTERFACE, namespaces=spokes)
     finally:
         with interrupts_postponed():
             for name in made:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,31 +19,25 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import machine
-from benchmarks.matrix import catalog, guard
+from benchmarks.matrix import catalog
 from benchmarks.matrix.cell import Cell, CellResult, Effort, kind_of, measure_cell, why_not_here
 from benchmarks.matrix.errors import MatrixError, UnknownName, require_known
 from benchmarks.matrix.finished import (
     Document,
-    has_start_up,
     in_order,
     lines_of,
     measured_systems,
     place_of,
     profile_name,
     read_cells,
-    title_of,
-    with_start_up_of,
 )
-from benchmarks.matrix.links import SHAPES, remove_abandoned, what_is_missing
-from benchmarks.matrix.rows import link_of_cell, profiles_of, rows_of_cell
+from benchmarks.matrix.links import LOCAL, SHAPES, remove_abandoned, what_is_missing
+from benchmarks.matrix.rows import profiles_of, rows_of_cell
 from benchmarks.matrix.table import markdown
 from benchmarks.matrix.turns import STEPS_PER_TURN, TIMED_PER_TURN
 
-FULL = Effort(num_turns=8, has_start_up=True)
-QUICK = Effort(num_turns=2, has_start_up=False, max_settling=30)
-_QUICK_LEAVES_OUT = ("gpt", 4)  # real arithmetic on more ranks than many machines have processors: noise
-# Only some systems of a full run are measured on the workload at its full size.
-_LARGE = ("gpt2@1", "1gbit", (catalog.OURS, catalog.TORCH, catalog.PER_PARAMETER))
+FULL = Effort(num_turns=8)
+QUICK = Effort(num_turns=2, max_settling=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +51,7 @@ class Asked:
     effort: Effort
     device: str
     out: Path
-    has_large: bool  # the workload at its full size as well
-    records: bool
     resumes: bool
-    left_out: tuple[tuple[str, int], ...]  # cells of a workload and a number of ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,14 +76,13 @@ def run(asked: Asked, command: str) -> int:
         _tell(not_removed)
     missing = what_is_missing()
     asked_cells = _cells(asked, is_shaped=missing is None)
-    if missing is not None and any(cell.kind == "emulated" for cell in asked_cells):
-        _tell(f"no shaped links: {missing}. The emulated link takes no processor time: these figures only show that it works.")
+    if missing is not None and any(cell.kind == LOCAL for cell in asked_cells):
+        _tell(f"no shaped links: {missing}. Ranks talk over this machine's loopback: these figures only show that it works.")
     header = {**machine(), "command": command, "links": _links(asked_cells, missing)}
     if not asked.resumes:
         _set_aside(asked.out)
     cells = {place_of(cell): cell for cell in read_cells(asked.out / "matrix.jsonl")} if asked.resumes else {}
-    started = {(found["workload"], found["device"]) for found in cells.values() if _is_timed_so(found) and has_start_up(found)}
-    wanted = [cell for cell in asked_cells if not _is_finished(cells.get(cell.place), cell, started)]
+    wanted = [cell for cell in asked_cells if not _is_finished(cells.get(cell.place), cell)]
     measured: list[Document] = []
     for number, cell in enumerate(wanted, start=1):
         _tell(f"cell {number} of {len(wanted)}")
@@ -101,8 +91,8 @@ def run(asked: Asked, command: str) -> int:
         if earlier is not None and not _has_figures(found):
             _tell(f"{cell.title}: nothing could be measured; the figures of an earlier run are kept")
             continue
-        measured.append(found if earlier is None else _completed(found, earlier))
-        cells[cell.place] = measured[-1]
+        measured.append(found)
+        cells[cell.place] = found
         write(asked.out, header, in_order(cells.values()))
     header["load_average_after"] = machine()["load_average"]
     if not asked.resumes:  # else it would be that of some of the cells
@@ -110,36 +100,14 @@ def run(asked: Asked, command: str) -> int:
     documents = in_order(cells.values())
     write(asked.out, header, documents)
     print(markdown(header, documents))
-    ratios = guard.ratios_of(documents)
-    print(guard.report(guard.compare(ratios, guard.read_recorded(), expected=_expected(wanted))))
-    print(*guard.held_to(ratios), sep="\n")
-    if asked.records and (now := guard.ratios_of(measured)):
-        guard.record(now, header)
-        _tell(f"recorded {len(now)} ratios in {guard.RECORDED}")
     _tell(f"written: {asked.out}/matrix.jsonl and .md")
     return 0 if not wanted or any(map(_has_figures, measured)) else 1
 
 
 def _links(cells: Sequence[Cell], missing: str | None) -> str:
-    """For the head of the tables: between what ranks are, and why not what was wanted."""
+    """Returns the kinds of links for the head of the tables, and why links were not shaped."""
     kinds = dict.fromkeys(cell.kind for cell in cells)
-    return ", ".join(f"{kind} ({missing})" if kind == "emulated" and missing is not None else kind for kind in kinds)
-
-
-def _expected(measured: Sequence[Cell]) -> set[str]:
-    """Names of the ratios that these cells would have if nothing had failed in them."""
-    return {
-        name
-        for cell in measured
-        for name in guard.names_of(cell.title, [it.name for it in cell.systems if why_not_here(it, cell.device) is None])
-    }
-
-
-def _completed(found: Document, earlier: Document) -> Document:
-    """`found` with the start-up that an earlier run has measured and this one does not."""
-    for system in sorted(measured_systems(earlier) - measured_systems(found)):
-        _tell(f"{title_of(found)}: {system} had a figure from an earlier run, and has none now")
-    return with_start_up_of(earlier, found)
+    return ", ".join(f"{kind} ({missing})" if kind == LOCAL and missing is not None else kind for kind in kinds)
 
 
 def _has_figures(cell: Document) -> bool:
@@ -152,14 +120,9 @@ def _is_timed_so(cell: Document) -> bool:
     return bool(cell["conditions"].get("steps_per_turn") == STEPS_PER_TURN)
 
 
-def _is_finished(earlier: Document | None, cell: Cell, started: Container[tuple[str, str]]) -> bool:
-    """Whether an earlier run has as good a figure of every system that `cell` is to have and that can be measured here.
-
-    `started` are workloads, each with a device, of which start-up is known from any cell.
-    """
+def _is_finished(earlier: Document | None, cell: Cell) -> bool:
+    """True if an earlier run has as good a figure of every system of `cell` that can be measured here."""
     if earlier is None or not _is_timed_so(earlier) or earlier["conditions"]["num_turns"] < cell.effort.num_turns:
-        return False
-    if cell.effort.has_start_up and (cell.workload.label, cell.device) not in started:
         return False
     lacking = [spec for spec in cell.systems if spec.name not in measured_systems(earlier)]
     return all(why_not_here(spec, cell.device) is not None for spec in lacking)
@@ -172,35 +135,19 @@ def _with_systems_of(earlier: Document, cell: Cell) -> Cell:
 
 
 def _cells(asked: Asked, *, is_shaped: bool) -> list[Cell]:
-    """The cells in the order in which they run.
-
-    Start-up and memory are measured in a workload's first cell: they hardly depend on the link.
-    """
-    brief = replace(asked.effort, has_start_up=False)
-    cells: list[Cell] = []
-    for workload in asked.workloads:
-        effort = asked.effort
-        for link in asked.links:
-            for num_ranks in asked.ranks:
-                if (workload.name, num_ranks) in asked.left_out:
-                    continue
-                kind = kind_of(link, num_ranks, asked.device, has_namespaces=is_shaped)
-                place = {"workload": workload, "num_ranks": num_ranks, "link": link, "kind": kind, "device": asked.device}
-                cells.append(Cell(**place, systems=asked.systems, effort=effort))
-                effort = brief
-    large = _among(asked.systems, _LARGE[2])
-    if asked.has_large and _LARGE[1] in asked.links and large:
-        workload = catalog.workload_from_text(_LARGE[0])
-        kind = kind_of(_LARGE[1], asked.ranks[0], asked.device, has_namespaces=is_shaped)
-        place = {"workload": workload, "num_ranks": asked.ranks[0], "link": _LARGE[1], "kind": kind, "device": asked.device}
-        cells.append(Cell(**place, systems=large, effort=brief))
-    return cells
-
-
-def _among(systems: Sequence[catalog.SystemSpec], names: Sequence[str]) -> tuple[catalog.SystemSpec, ...]:
-    """Those of `systems` with these names, and the bare model; none without any of them."""
-    found = tuple(spec for spec in systems if spec.name in names)
-    return (catalog.SYSTEMS[catalog.BARE], *found) if found else ()
+    """Returns the cells in the order in which they run."""
+    return [
+        Cell(
+            workload=workload,
+            num_ranks=num_ranks,
+            link=link,
+            kind=kind_of(link, num_ranks, asked.device, has_namespaces=is_shaped),
+            device=asked.device,
+            systems=asked.systems,
+            effort=asked.effort,
+        )
+        for workload, link, num_ranks in itertools.product(asked.workloads, asked.links, asked.ranks)
+    ]
 
 
 def _measured(cell: Cell) -> Document:
@@ -211,18 +158,17 @@ def _measured(cell: Cell) -> Document:
         # The cell is lost, not the bench.
         if not isinstance(error, MatrixError):
             traceback.print_exc()
-        result = CellResult(timed=[], start_up={}, errors={spec.name: str(error) for spec in cell.systems})
+        result = CellResult(timed=[], errors={spec.name: str(error) for spec in cell.systems})
     for name, reason in result.errors.items():
         _tell(f"{cell.title}: {name} could not be measured: {reason}")
     return {
         "workload": cell.workload.label,
         "workload_title": cell.workload.title,
-        "num_params": sum(numel for numel, _ in result.timed[0][0]["params"]) if result.timed else 0,
+        "num_params": result.timed[0][0]["num_params"] if result.timed else 0,
         "ranks": cell.num_ranks,
         "link": cell.link,
         "kind": cell.kind,
         "device": cell.device,
-        "link_measured": link_of_cell(result.timed),
         "divided": result.divided,
         "conditions": {
             **{key: before[key] for key in ("date", "commit", "torch", "load_average")},
@@ -230,7 +176,7 @@ def _measured(cell: Cell) -> Document:
             "num_turns": cell.effort.num_turns,
             "steps_per_turn": STEPS_PER_TURN,
         },
-        "rows": rows_of_cell(cell.systems, result.timed, result.start_up, result.errors),
+        "rows": rows_of_cell(cell.systems, result.timed, result.errors),
         "profiles": profiles_of(result.timed),
     }
 
@@ -246,15 +192,12 @@ def write(out: Path, header: Document, cells: Sequence[Document]) -> None:
 
 
 def _set_aside(out: Path) -> None:
-    """What a run of hours has written is not overwritten by the next one."""
-    written = [path for name in ("matrix.jsonl", "matrix.md") if (path := out / name).exists()]
-    if not written:
-        return
-    names = itertools.chain(("previous",), (f"previous-{number}" for number in itertools.count(2)))
-    name = next(name for name in names if not any(path.with_stem(f"{path.stem}.{name}").exists() for path in written))
-    for path in written:
-        path.replace(path.with_stem(f"{path.stem}.{name}"))
-    _tell(f"the matrix that was in {out} is matrix.{name}.jsonl and .md now; with --resume a run goes on with what it finds")
+    """Keeps the files of an earlier run, which took hours, under another name."""
+    for path in (out / "matrix.jsonl", out / "matrix.md"):
+        if path.exists():
+            kept = path.with_stem(f"{path.stem}.previous")
+            path.replace(kept)
+            _tell(f"{path} of an earlier run is {kept} now; with --resume a run continues it")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -300,16 +243,13 @@ def _asked(given: argparse.Namespace) -> Asked:
         effort = replace(effort, num_turns=math.ceil(given.steps / TIMED_PER_TURN))
     return Asked(
         workloads=tuple({spec.label: spec for spec in map(catalog.workload_from_text, workloads)}.values()),
-        ranks=tuple(dict.fromkeys(given.ranks or catalog.RANKS)),
+        ranks=tuple(dict.fromkeys(given.ranks or ((2,) if given.quick else catalog.RANKS))),
         links=tuple(dict.fromkeys(given.link or (("1gbit",) if given.quick else catalog.LINKS))),
         systems=tuple(catalog.SYSTEMS[name] for name in chosen),
         effort=effort,
         device=_device(given.device),
         out=given.out,
-        has_large=not given.workload and not given.quick,
-        records=given.record,
         resumes=given.resume,
-        left_out=(_QUICK_LEAVES_OUT,) if given.quick and not given.workload and not given.ranks else (),
     )
 
 
@@ -329,8 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--steps", type=_positive, metavar="N", help="that are timed of each system in each cell, two a turn (of slow ones fewer)"
     )
-    add("--quick", action="store_true", help="replay and gpt at 1gbit, our defaults and torch's, few steps: below 3 minutes")
-    add("--record", action="store_true", help="keep the ratios of this run as those that later runs are compared with")
+    add("--quick", action="store_true", help="replay and gpt on two ranks at 1gbit, our defaults and torch's, few steps")
     add("--resume", action="store_true", help="keep the cells in --out that have all these systems, and measure the others")
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="where to write (default: out)")
     return parser

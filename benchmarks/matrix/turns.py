@@ -24,15 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.matrix.clock import Clock
-from benchmarks.matrix.interval import LEAST_TURNS
 from benchmarks.matrix.systems import System
-from benchmarks.matrix.systems.bare import Bare
 
 STEPS_PER_TURN = 4
 _TIMED = slice(1, -1)
 TIMED_PER_TURN = len(range(STEPS_PER_TURN)[_TIMED])
-MIN_TURNS = LEAST_TURNS
-_MEASURED = ("backward_s", "step_s", "cpu_s", "sent_bytes", "ready_s", "used_s")
+MIN_TURNS = 6
+_MEASURED = ("backward_s", "step_s", "cpu_s", "sent_bytes")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,8 +43,6 @@ class Player:
     step_s: list[float] = field(default_factory=list)  # with the update
     cpu_s: list[float] = field(default_factory=list)  # of the whole process, all threads; a mean of each turn, as the next
     sent_bytes: list[float] = field(default_factory=list)
-    ready_s: list[list[float]] = field(default_factory=list)  # of the bare model, by parameter; so is the next
-    used_s: list[list[float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return {**{name: getattr(self, name) for name in _MEASURED}, "facts": dict(self.system.facts())}
@@ -77,7 +73,7 @@ def play(players: Sequence[Player], table: Table, *, num_turns: int, turn_budget
 
 def _take_turn(player: Player, table: Table) -> None:
     system, clock = player.system, table.clock
-    starts, backwards, arrivals = [], [], []
+    starts, backwards = [], []
     dist.barrier(group=table.group)
     sent = table.count_sent() if table.count_sent is not None else 0
     began_cpu_s = time.process_time()
@@ -86,8 +82,6 @@ def _take_turn(player: Player, table: Table) -> None:
         starts.append(clock.now())
         system.backward(table.batch)
         backwards.append(clock.now())
-        if isinstance(system, Bare):
-            arrivals.append(system.arrivals)
         system.update()
     starts.append(clock.now())
     system.finish()
@@ -98,8 +92,6 @@ def _take_turn(player: Player, table: Table) -> None:
         player.sent_bytes.append((table.count_sent() - sent) / STEPS_PER_TURN)
     player.step_s += [clock.seconds(start, stop) for start, stop in pairwise(starts)][_TIMED]
     player.backward_s += [clock.seconds(start, stop) for start, stop in zip(starts, backwards, strict=False)][_TIMED]
-    player.ready_s += [it.ready_s for it in arrivals[_TIMED]]
-    player.used_s += [it.used_s for it in arrivals[_TIMED]]
 
 
 def _agreed_counts(players: Sequence[Player], num_turns: int, turn_budget_s: float) -> list[int]:

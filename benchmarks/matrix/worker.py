@@ -1,6 +1,6 @@
 """One rank of a run: python -m benchmarks.matrix.worker JOB RANK. Runs in any virtual environment that has torch.
 
-Imports Undertow only if it is one of the systems or the link is emulated. What it measured goes to the job's folder.
+Imports Undertow only if it is one of the systems. What it measured goes to the job's folder.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ import gc
 import importlib
 import json
 import os
-import resource
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from benchmarks.matrix import truth, turns
+from benchmarks.matrix.clock import clock_of
 from benchmarks.matrix.job import Job, SystemJob, job_from_file
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
-    from benchmarks.matrix.systems import System
-    from benchmarks.matrix.truth import Reference
-    from benchmarks.matrix.turns import Player
+from benchmarks.matrix.systems import Setting, System
+from benchmarks.matrix.workloads import make_workload
 
 _PR_SET_PDEATHSIG = 1
 _AGREE = timedelta(seconds=60)  # for the slowest rank to build a system after the first has
@@ -39,13 +36,9 @@ def main(job_path: str, rank: int) -> None:
     """Runs the job as `rank` and writes the result."""
     job = job_from_file(Path(job_path))
     die_with(job.runner_pid)
-    torch_import_s = _import_torch()
+    torch.set_num_threads(1)
     with _process_group(job, rank) as group:
-        device = _device_of(job, rank)
-        result = _run(job, rank, group, device)
-    result["torch_import_s"] = torch_import_s
-    result["peak_rss_mb"] = peak_rss_bytes() / 1e6
-    result["peak_device_mb"] = _peak_device_mb(device)
+        result = _run(job, rank, group, _device_of(job, rank))
     whole = job.result_path(rank)
     partial = whole.with_suffix(".part")
     partial.write_text(json.dumps(result), encoding="utf-8")
@@ -60,31 +53,8 @@ def die_with(runner_pid: int) -> None:
             sys.exit("the runner is gone")
 
 
-def peak_rss_bytes() -> int:
-    """Resident memory at most since this program began. `ru_maxrss`, where there is nothing else, has its parent's in it."""
-    status = Path("/proc/self/status")
-    lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
-    for line in lines:
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _import_torch() -> float:
-    began_s = time.perf_counter()
-    import torch
-    import torch.distributed
-
-    took_s = time.perf_counter() - began_s
-    torch.set_num_threads(1)
-    return took_s
-
-
 def _device_of(job: Job, rank: int) -> torch.device:
     """A CUDA device of its own, or one that ranks share."""
-    import torch
-
     if job.device == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -92,61 +62,30 @@ def _device_of(job: Job, rank: int) -> torch.device:
     return device
 
 
-def _peak_device_mb(device: torch.device) -> float | None:
-    """What torch has allocated at most, of this process; None on processors."""
-    import torch
-
-    return torch.cuda.max_memory_allocated(device) / 1e6 if device.type == "cuda" else None
-
-
 @contextmanager
 def _process_group(job: Job, rank: int) -> Iterator[dist.ProcessGroup]:
-    import torch.distributed as dist
-
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.num_ranks)}
     store = dist.FileStore(f"{job.folder}/meeting-point", job.num_ranks)
-    with _backend(job) as backend:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=job.num_ranks)
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD
-        # Barrier, drop every holder, destroy: else gloo may abort at exit.
-        dist.barrier()
-        gc.collect()
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _backend(job: Job) -> Iterator[str]:
-    if job.emulated is None:
-        yield job.backend
-        return
-    from undertow.lab.cost import link_from_text
-    from undertow.lab.emulation.link import BACKEND, emulated_backend
-
-    with emulated_backend(link_from_text(job.emulated), burst_bytes=job.burst_bytes):
-        yield BACKEND
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.num_ranks)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    # Barrier, drop every holder, destroy: else gloo may abort at exit.
+    dist.barrier()
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    from benchmarks.matrix import truth, turns
-    from benchmarks.matrix.calibrate import calibrate
-    from benchmarks.matrix.clock import clock_of
-    from benchmarks.matrix.workloads import make_workload
-
     workload = make_workload(job.workload, job.scale, device)
     batch, beat = workload.make_batch(rank), job.alive_path(rank).touch
-    result: dict[str, Any] = {"systems": {}}
-    reference: truth.Reference | None = None
-    if job.num_turns:  # else start-up and memory are measured, of which a reference would be a part
-        result["calibration"] = calibrate(group, device, gradient_bytes=job.gradient_bytes, beat=beat)
-        reference = truth.reference_of(workload.make_model, batch, group, beat=beat)
-        result["params"] = [[param.numel(), param.numel() * param.element_size()] for param in reference.right.values()]
+    reference = truth.reference_of(workload.make_model, batch, group, beat=beat)
+    result: dict[str, Any] = {"systems": {}, "num_params": sum(param.numel() for param in reference.right.values())}
     players = []
     for system in job.systems:
         seat = _Seat(system, workload.make_model(), batch, group, beat=beat)
         result["systems"][system.name] = seat.report
         _agree(job, system.name, rank, seat.report)
-        if reference is not None and "error" not in seat.report and system.is_averaged:
+        if "error" not in seat.report and system.is_averaged:
             seat.compare(reference, rounding=system.rounding)
             _agree(job, f"{system.name}, compared", rank, seat.report)
         if seat.player is None or "error" in seat.report:
@@ -156,7 +95,7 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
     del reference
     gc.collect()
     gc.freeze()  # what the systems are made of is not looked through again while they are timed
-    if job.num_turns and players:
+    if players:
         count_sent = turns.sent_bytes_of(job.counted_interface) if job.counted_interface else None
         table = turns.Table(batch=batch, count_sent=count_sent, group=group, clock=clock_of(device), beat=beat)
         turns.play(players, table, num_turns=job.num_turns, turn_budget_s=job.turn_budget_s)
@@ -170,8 +109,6 @@ def _run(job: Job, rank: int, group: dist.ProcessGroup, device: torch.device) ->
 
 def _agree(job: Job, system: str, rank: int, report: dict[str, Any]) -> None:
     """A system with an error on one rank is out on all. Raises, with ours, if a rank stays away: it waits inside the system."""
-    import torch.distributed as dist
-
     # Told how many ranks there are, the store deletes its file when as many have dropped it as had opened it, even if the first
     # of them has just opened it for the next system: what it has said is lost, and both wait for one another.
     store = dist.FileStore(f"{job.folder}/seats")
@@ -193,7 +130,7 @@ class _Seat:
 
     def __init__(self, job: SystemJob, model: Any, batch: Any, group: dist.ProcessGroup, *, beat: Callable[[], object]) -> None:
         self.report: dict[str, Any] = {}
-        self.player: Player | None = None
+        self.player: turns.Player | None = None
         try:
             self.player = self._first_step(job, model, batch, group)
             self._later_steps(self.player.system, batch, beat)
@@ -201,26 +138,15 @@ class _Seat:
             traceback.print_exc()
             self.report["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 
-    def _first_step(self, job: SystemJob, model: Any, batch: Any, group: dist.ProcessGroup) -> Player:
-        from benchmarks.matrix.clock import clock_of
-        from benchmarks.matrix.systems import Setting
-        from benchmarks.matrix.turns import Player
-
-        stamps = [time.perf_counter()]
+    def _first_step(self, job: SystemJob, model: Any, batch: Any, group: dist.ProcessGroup) -> turns.Player:
         module = importlib.import_module(job.module)
-        stamps.append(time.perf_counter())
         system = module.build(Setting(model=model, group=group, options=job.options))
-        stamps.append(time.perf_counter())
         system.backward(batch)
         system.update()
         system.finish()
-        clock_of(next(model.parameters()).device).settle()
-        stamps.append(time.perf_counter())
-        names = ("import_s", "wrap_s", "first_step_s")
-        self.report |= {name: stop - begin for name, begin, stop in zip(names, stamps, stamps[1:], strict=False)}
-        return Player(name=job.name, system=system)
+        return turns.Player(name=job.name, system=system)
 
-    def compare(self, reference: Reference, *, rounding: float) -> None:
+    def compare(self, reference: truth.Reference, *, rounding: float) -> None:
         """A system that trains wrongly has no figures."""
         if self.player is not None and (wrong := reference.wrong_parameters(self.player.system, rounding=rounding)):
             self.report["error"] = f"trains wrongly: {', '.join(wrong[:3])} and {len(wrong)} in all are not the reference's"
@@ -232,8 +158,6 @@ class _Seat:
 
     def _later_steps(self, system: System, batch: Any, beat: Callable[[], object]) -> None:
         """One after the other, as training does: what a step leaves in flight lies under the next one's forward."""
-        from benchmarks.matrix import truth
-
         self._steps(system, truth.NUM_STEPS - 1, batch, beat)
 
     def _steps(self, system: System, num_steps: int, batch: Any, beat: Callable[[], object]) -> None:

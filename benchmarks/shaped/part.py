@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure import Figure, Part, Relation, Row, Target, Tell
+from benchmarks.figure import Figure, Part, Row, Tell
 from benchmarks.matrix.errors import NoNamespaces
 from benchmarks.matrix.links import remove_abandoned, what_is_missing
 from benchmarks.shaped.rounds import Course, Timed, run
@@ -123,7 +123,7 @@ def judge(rows: Sequence[Row]) -> list[Figure]:
                         name=f"{workload}, {link}: {system} / {over}",
                         measured=steps[system] / steps[over],
                         unit="x",
-                        target=None if bound is None else Target(relation=Relation.AT_MOST, bound=bound),
+                        at_most=bound,
                     )
                 )
     return figures

@@ -1,36 +1,74 @@
-"""Leaves Undertow's own frames out of the traceback of an error that ends a program.
+"""Shows the error that ends a program: without Undertow's own frames, and in torchrun's summary.
 
 An UndertowError explains itself: its reader needs the line of the script, and not the way through
 the library. UNDERTOW_TRACEBACK=full shows all frames, for a report of a bug.
+
+torchrun prints a summary after the texts of all ranks. It takes each rank's error from a file, if
+the rank has written one, so the cause is the last text on the screen. There it is short: the lines
+of the script, without the lines of installed packages.
 """
 
+import contextlib
+import json
 import os
 import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from undertow.errors import UndertowError
+from undertow.errors import PeerFailed, RankLost, UndertowError
 
 VARIABLE = "UNDERTOW_TRACEBACK"
 _FULL = "full"
 _HINT = f"Frames of Undertow are left out: {VARIABLE}={_FULL} shows them."
 _PACKAGE = __name__.partition(".")[0]
 _FOLDER = str(Path(__file__).parent) + os.sep
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+_FOR_TORCHRUN = "TORCHELASTIC_ERROR_FILE"
+_LATER_S = 2  # torchrun knows whole seconds, and takes the first failure for the cause
 
 
 def shorten_tracebacks() -> None:
-    """Replaces `sys.excepthook` by a function that shortens, and leaves printing to the one
-    before."""
+    """Replaces `sys.excepthook` by a function that shortens and tells torchrun, and leaves printing
+    to the previous one."""
     previous = sys.excepthook
 
     def shortened(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> object:
+        _tell_torchrun(error)
         if isinstance(error, UndertowError) and os.environ.get(VARIABLE) != _FULL:
             trace = _shorten(error, trace)
         return previous(kind, error, trace)
 
     sys.excepthook = shortened
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Writes the error as torch's `record` does, unless that has written it.
+
+    If the cause is on another rank, writes no traceback, and a later time than the cause's.
+    """
+    path = os.environ.get(_FOR_TORCHRUN)
+    if not path or os.path.exists(path) or not isinstance(error, Exception):
+        return
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, PeerFailed | RankLost):
+        text, later_s = message, _LATER_S
+    else:
+        trace = _without(error.__traceback__, _is_of_a_package)
+        text = "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
+        later_s = 0
+    details = {"py_callstack": text, "timestamp": str(int(time.time()) + later_s)}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(
+            json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8"
+        )
 
 
 def _shorten(error: UndertowError, trace: TracebackType | None) -> TracebackType | None:
@@ -57,12 +95,18 @@ def _before(error: BaseException) -> BaseException | None:
 def without_frames_of_undertow(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback of the frames outside of the package; the same one if it has none inside
     of it, or only such."""
+    return _without(trace, _is_ours)
+
+
+def _without(
+    trace: TracebackType | None, is_left_out: Callable[[TracebackType], bool]
+) -> TracebackType | None:
     entries = []
     entry = trace
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
-    kept = [it for it in entries if not _is_ours(it)]
+    kept = [it for it in entries if not is_left_out(it)]
     if not kept or len(kept) == len(entries):
         return trace
     shortened = None
@@ -77,3 +121,9 @@ def _is_ours(entry: TracebackType) -> bool:
     module = str(entry.tb_frame.f_globals.get("__name__"))
     is_inside = entry.tb_frame.f_code.co_filename.startswith(_FOLDER)
     return is_inside or module.partition(".")[0] == _PACKAGE
+
+
+def _is_of_a_package(entry: TracebackType) -> bool:
+    """True for Undertow, other installed packages and Python's own library."""
+    path = entry.tb_frame.f_code.co_filename
+    return _is_ours(entry) or path.startswith((*_INSTALLED, "<frozen "))

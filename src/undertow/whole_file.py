@@ -1,4 +1,4 @@
-"""Files for users: a folder that must exist, and a file of which no half remains."""
+"""Files for users: a folder must exist, and a file is written whole or not at all."""
 
 import gzip
 import os
@@ -13,7 +13,7 @@ def require_folder(folder: Path, *, where: str) -> None:
         folder.is_dir(),
         f"the folder '{folder}' does not exist.",
         where=where,
-        remedy="Name the folder into which the run has written.",
+        remedy="Give the folder that the run wrote its files to.",
     )
 
 
@@ -38,5 +38,5 @@ def write_whole(path: str | Path, content: bytes, *, where: str) -> None:
         raise ConfigError(
             f"'{path}' cannot be written: {error.strerror or error}.",
             where=where,
-            remedy="Name a folder with space to write.",
+            remedy="Give a path in a folder that exists, is writable and has space.",
         ) from error

@@ -33,12 +33,12 @@ PURE = [
     "undertow.plan",
     "undertow.schedule",
     "undertow.trace",
-    "undertow.lab.measured",
     "undertow.lab.planning",
     "undertow.lab.profile",
     "undertow.lab.simulate",
     "undertow.tune",
     "undertow.lab.report",
+    "undertow.lab.what_if",
     "undertow.lab.traces",
 ]
 

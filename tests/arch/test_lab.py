@@ -3,10 +3,10 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import undertow
+from support.warm import python
 
 PACKAGE = Path(undertow.__file__).parent
 TRAINS = """
@@ -14,6 +14,9 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "undertow"]:
+    del sys.modules[name]  # the interpreter has the checkout's, with the lab
 import undertow
 
 
@@ -25,6 +28,7 @@ def train(rank, store):
         optimizer.zero_grad()
         model(torch.full((2, 4), float(rank))).sum().backward()
         optimizer.step()
+    assert undertow.__file__.startswith(sys.argv[2]), undertow.__file__
     print(model.report(), model.explain())
     model.close()
     dist.destroy_process_group()
@@ -33,7 +37,7 @@ def train(rank, store):
 
 
 if __name__ == "__main__":
-    mp.spawn(train, (sys.argv[1],), nprocs=2)
+    mp.start_processes(train, (sys.argv[1],), nprocs=2, start_method="fork")
 """
 
 
@@ -41,7 +45,9 @@ def run_without(folder: Path, source: Path, *, store: Path) -> None:
     script = folder / "trains.py"
     script.write_text(TRAINS)
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script), str(store)], env=environment, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [python(), str(script), str(store), str(source)], env=environment, text=True, capture_output=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 

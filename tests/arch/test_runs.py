@@ -60,16 +60,3 @@ def test_skips_are_listed_and_an_unexpected_one_fails_the_run_on_demand(tmp_path
         "    1  no virtual environment a; make bench-peers makes it\n",
     )
     assert (code, [part for part in told if part not in text]) == (1, []), text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("expression", "code", "line"),
-    [
-        ("nosuchmarker", 4, "ERROR: -m names 'nosuchmarker', and no marker is called so. pytest --markers lists them."),
-        ("slow(why='of the data') and parametrize or not (slow or skipif)", 0, "1 passed, 2 skipped, 1 deselected"),
-    ],
-)
-def test_an_unknown_marker_is_a_line_and_exit_code_4(tmp_path: Path, expression: str, code: int, line: str) -> None:
-    found, text = run(tmp_path, "-m", expression)
-    assert (found, line in text) == (code, True), text

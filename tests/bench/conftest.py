@@ -14,7 +14,7 @@ from benchmarks.matrix.rows import rows_of_cell
 from support.namespaces import needs_namespaces  # noqa: F401  # for the tests of this folder
 from support.warm import python
 
-SMALL = Effort(num_turns=1, has_start_up=False)
+SMALL = Effort(num_turns=1)
 Rows = dict[str, dict[str, Any]]
 
 
@@ -38,6 +38,6 @@ def measure() -> Callable[..., Rows]:
         specs = tuple(SYSTEMS[system] if isinstance(system, str) else system for system in systems)
         place = {"workload": workload_from_text(name), "num_ranks": num_ranks, "link": link, "kind": kind}
         result: CellResult = measure_cell(Cell(**place, systems=specs, effort=effort), lambda _line: None)
-        return {row["system"]: row for row in rows_of_cell(specs, result.timed, result.start_up, result.errors)}
+        return {row["system"]: row for row in rows_of_cell(specs, result.timed, result.errors)}
 
     return measure_rows

@@ -1,39 +1,20 @@
 """Runs of the harness: the entry and ranks of `make bench`, cells of the matrix, and with root what shaped links carry."""
 
-import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
-from benchmarks.__main__ import main
-from benchmarks.matrix import links, run
 from benchmarks.matrix.catalog import SYSTEMS, SystemSpec
 from benchmarks.matrix.environments import peers, python_of, why_absent
-from benchmarks.matrix.links import PREFIX, remove_abandoned
+from benchmarks.matrix.links import PREFIX
 from benchmarks.ranks import run_ranks
-
-from support.project import ROOT
 
 pytestmark = pytest.mark.bench
 Measure, PATIENCE_S = Callable[..., dict[str, dict[str, Any]]], 120.0
-
-
-def test_a_part_is_measured_judged_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--only", "simulator", "--quick", "--out", str(tmp_path)]) == 0
-    machine, *lines = (json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines())
-    assert machine["is_quick"]
-    assert [it["plan"] for it in lines if it["type"] == "measurement"] == ["25 MiB buckets", "per parameter"]
-    figures = {line["figure"]: line["target"] for line in lines if line["type"] == "figure"}
-    assert figures["one step, 1200 buckets"] == "< 1.000 s"
-    for told in (capsys.readouterr().out, (tmp_path / "bench.md").read_text()):
-        assert "one step, 1200 buckets" in told
 
 
 def _one_raises(rank: int) -> None:
@@ -54,14 +35,14 @@ def _ranks() -> list[int]:
 
 
 def bad(how: str) -> SystemSpec:
-    return SystemSpec(name=how, title=how, module="tests.support.bad_systems", variants={"": {"how": how}})
+    return SystemSpec(name=how, title=how, module="tests.bench.bad_systems", variants={"": {"how": how}})
 
 
 @pytest.mark.usefixtures("forked")
-def test_every_system_of_the_main_environment_trains_right_over_the_emulated_link(measure: Measure) -> None:
+def test_every_system_of_the_main_environment_trains_right(measure: Measure) -> None:
     ours = ("ours", "ours-ordered", "ours-zero1", "ours-zero2")
     names = ("bare", "per-parameter", *ours, "torch-ddp", "torch-ddp-best", "torch-zero", "fsdp2")
-    rows = measure(*names, kind="emulated", link="none")
+    rows = measure(*names, kind="local", link="none")
     # Two of the four steps of a turn count.
     assert {name: (row["error"], row["num_steps"]) for name, row in rows.items()} == dict.fromkeys(names, (None, 2))
     # The sweep shows the best of its variants. Ranks share the interface: nobody's bytes can be told.
@@ -74,11 +55,11 @@ def test_every_system_of_the_main_environment_trains_right_over_the_emulated_lin
 
 
 @pytest.mark.parametrize("environment", peers())
-def test_every_system_of_a_peer_trains_right_over_the_emulated_link(environment: str, measure: Measure) -> None:
+def test_every_system_of_a_peer_trains_right(environment: str, measure: Measure) -> None:
     if python_of(environment) is None:
         pytest.skip(why_absent(environment))
     names = [name for name, spec in SYSTEMS.items() if spec.environment == environment]
-    rows = measure("bare", *names, kind="emulated", link="none")
+    rows = measure("bare", *names, kind="local", link="none")
     assert {name: rows[name]["error"] for name in names} == dict.fromkeys(names)
 
 
@@ -99,31 +80,11 @@ ABSENT = {
 def test_systems_that_fail_are_lost_alone(measure: Measure) -> None:
     systems = [bad(how) for how in FAILING]
     systems += [SystemSpec(name=name, title=name, **given) for name, (given, _) in ABSENT.items()]
-    rows = measure("bare", *systems, "per-parameter", kind="emulated", link="none")
+    rows = measure("bare", *systems, "per-parameter", kind="local", link="none")
     for name, error in FAILING.items():
         assert error in rows[name]["error"], name
     others = {name: error for name, (_, error) in ABSENT.items()} | {"bare": None, "per-parameter": None}
     assert {name: rows[name]["error"] for name in others} == others
-
-
-@pytest.mark.usefixtures("forked")
-def test_without_root_the_emulated_link_is_used_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(links.shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    chosen = ("--workload", "replay@0.01", "--ranks", "2", "--link", "1gbit", "--system", "ours")
-    assert run.main([*chosen, "--quick", "--steps", "2", "--out", str(tmp_path)]) == 0
-    assert "no shaped links: this user is not root. The emulated link takes no processor time: " in capsys.readouterr().err
-    machine, bare, ours = (json.loads(line) for line in (tmp_path / "matrix.jsonl").read_text().splitlines())
-    assert (
-        (machine["links"], bare["kind"], ours["kind"], ours["system"]),
-        "1gbit (emulated)" in (tmp_path / "matrix.md").read_text(),
-    ) == (
-        ("emulated (this user is not root)", "emulated", "emulated", "ours"),
-        True,
-    )
-    assert {path.name for path in tmp_path.iterdir()} == {"matrix.jsonl", "matrix.md", "profiles"}  # no ratio to draw
 
 
 # Over networks of namespaces.
@@ -133,38 +94,6 @@ def namespaces_of(process_id: int) -> list[str]:
     return sorted(path.name for path in Path("/run/netns").glob(f"{PREFIX}{process_id}-*"))
 
 
-@pytest.fixture
-def runner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A matrix in a process of its own, which has begun with its first run."""
-    chosen = ("--workload", "replay", "--ranks", "2", "--link", "1gbit", "--system", "ours", "--out", str(tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks", "matrix", *chosen],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-        remove_abandoned()
-
-
-def workers_of(process: psutil.Process) -> list[psutil.Process]:
-    return [it for it in process.children() if "benchmarks.matrix.worker" in it.cmdline()]
-
-
-def wait_for_its_ranks(runner: subprocess.Popen[str]) -> list[psutil.Process]:
-    next(line for line in runner.stderr if ": bare, " in line)
-    watched = psutil.Process(runner.pid)
-    while True:
-        if len(ranks := workers_of(watched)) == 2:
-            return ranks
-        assert runner.poll() is None
-
-
 @pytest.mark.root
 @pytest.mark.usefixtures("needs_namespaces", "forked")
 def test_a_shaped_link_counts_what_each_rank_sends(measure: Measure) -> None:
@@ -172,26 +101,3 @@ def test_a_shaped_link_counts_what_each_rank_sends(measure: Measure) -> None:
     assert ({row["error"] for row in rows.values()}, namespaces_of(os.getpid())) == ({None}, [])
     # An all-reduce of 0.48 MB between two ranks sends it once each; headers and acknowledgements come on top.
     assert rows["bare"]["sent_mb"] <= 0.01 < 0.48 <= rows["ours"]["sent_mb"] <= 0.60
-
-
-@pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_matrix_tears_down(number: signal.Signals, runner: subprocess.Popen[str]) -> None:
-    ranks = wait_for_its_ranks(runner)
-    runner.send_signal(number)
-    assert (runner.wait(PATIENCE_S), namespaces_of(runner.pid)) == (130, [])
-    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
-
-
-@pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
-def test_what_a_killed_matrix_leaves_is_removed_by_the_next(runner: subprocess.Popen[str]) -> None:
-    ranks, left = wait_for_its_ranks(runner), namespaces_of(runner.pid)
-    assert len(left) == 3
-    runner.kill()
-    runner.wait(PATIENCE_S)
-    psutil.wait_procs(ranks, timeout=PATIENCE_S)  # the kernel ends them with their parent
-    assert not any(rank.is_running() for rank in ranks)
-    _, not_removed = remove_abandoned()  # a run of another test may have removed them first
-    assert (not_removed, namespaces_of(runner.pid)) == (None, [])

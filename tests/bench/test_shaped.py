@@ -1,22 +1,15 @@
 """Systems in turn over shaped links: which ones, what counts of their steps, the tables; with root, runs that take a moment."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from benchmarks import figures
-from benchmarks.matrix.errors import UnknownName
 from benchmarks.shaped import __main__ as command
 from benchmarks.shaped import part
 from benchmarks.shaped.rounds import Course, Timed, run
 from benchmarks.shaped.session import HERE
-from benchmarks.shaped.systems import CONTENDERS, OUTER, SWEEP, chosen
-
-from support.project import ROOT
+from benchmarks.shaped.systems import CONTENDERS, OUTER, chosen
 
 pytestmark = pytest.mark.bench
 
@@ -38,15 +31,6 @@ def course(names: str, **changes: object) -> Course:
         ),
         **changes,
     )
-
-
-def test_a_list_of_systems_may_name_the_sweep_and_another_tree() -> None:
-    found = chosen("ours, ddp-best,old:ours,ours", {"old": "/somewhere"})
-    assert [(each.name, each.tree) for each in found] == [("ours", ""), *((name, "") for name in SWEEP), ("old:ours", "old")]
-    with pytest.raises(UnknownName, match=r"no system 'our'\. Did you mean 'ours'\?"):
-        chosen("our", {})
-    with pytest.raises(UnknownName, match="no tree 'new'"):
-        chosen("new:ours", {"old": "/somewhere"})
 
 
 def test_a_step_is_as_long_as_on_its_slowest_rank_and_the_median_round_counts() -> None:
@@ -96,41 +80,13 @@ def test_the_first_row_of_the_readme_is_the_changed_import_alone_whatever_it_say
     ]
 
 
-def test_tables_have_the_systems_that_were_measured() -> None:
-    (line,) = figures._shaped([{**row, "date": "today"} for row in rows()])[1:]
-    assert line == ["GPT, 1 Gb/s", "50.0", "150.0", "90.0", "120.0", "100.0", "", "1.33", "today"]
-    head, *lines = figures._slow_networks(rows())
-    assert (head, lines[0], lines[2]) == (
-        ["ms of a step", "GPT, 1 Gb/s"],
-        ["compute alone", "50"],
-        ["torch DDP, best of 2 bucket sizes", "90"],
-    )
-    far = part.rows_of(course("ours", workload="gpt", link="100mbit"), [timed("bare", ([5], [4])), timed(OUTER, ([6], [6]))])
-    assert figures._outer_link(far)[1:] == [["compute alone", "5 (1.00)"], ["Undertow, outer every 30", "6 (1.20)"]]
-
-
-def test_a_finished_course_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-
-    def stands_in(asked: Course, _tell: object) -> list[Timed]:
-        ran.append(f"{asked.workload}-{asked.link}")
-        return [timed("ours", ([1.0], [1.0]))]
-
-    monkeypatch.setattr(part, "run", stands_in)
-    monkeypatch.setattr(part, "what_is_missing", lambda: None)
-    first = part.measure(tmp_path, False, True, print)
-    (tmp_path / "gpt-5gbit.json").unlink()
-    assert part.measure(tmp_path, True, True, print) == first
-    assert (len(first), ran[len(first) :]) == (11, ["gpt-5gbit"])
-
-
 # Over networks of namespaces.
 
 
 @pytest.mark.root
 @pytest.mark.usefixtures("needs_namespaces")
 def test_systems_take_turns_and_one_that_fails_is_lost_alone() -> None:
-    wrong = replace(CONTENDERS["ours-untuned"], name="wrong", module="tests.support.bad_systems")
+    wrong = replace(CONTENDERS["ours-untuned"], name="wrong", module="tests.bench.bad_systems")
     told: list[str] = []
     contenders = (*chosen("ours-untuned,ddp-4mb", {}), replace(wrong, options={"how": "forgets to average"}))
     one, other, failed = run(course("ours", contenders=contenders), told.append)
@@ -139,24 +95,3 @@ def test_systems_take_turns_and_one_that_fails_is_lost_alone() -> None:
     assert "trains wrongly: blocks.0.params.0" in (failed.error or "")
     turns = [line.split(": ")[1] for line in told if " round " in line]
     assert turns == ["ours-untuned", "ddp-4mb", "ddp-4mb", "ours-untuned"]
-
-
-@pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
-def test_the_command_prints_a_table_and_writes_every_step(tmp_path: Path) -> None:
-    asked = [
-        sys.executable,
-        "-m",
-        "benchmarks.shaped",
-        "--workload",
-        "replay@0.01",
-        "--systems",
-        "bare,old:bare",
-        "--rounds",
-        "1",
-    ]
-    asked += ["--steps", "3", "--tree", f"old={ROOT}", "--json", str(tmp_path / "steps.json")]
-    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["system", "bare", "old:bare"]
-    systems = json.loads((tmp_path / "steps.json").read_text())["systems"]
-    assert [[len(rank) for rank in it["rounds_ms"][0]] for it in systems] == [[3, 3], [3, 3]]

@@ -71,15 +71,15 @@ def common_step(ddp: Any, ours: Any, bare: nn.Module, plain: Any, step: int) -> 
 
 
 ACCUMULATED = (
-    "an optimizer steps on gradients that were not averaged: all their backwards ran inside accumulate() or no_sync(). They have "
-    "been averaged before the step, when no backward hides it. A norm that was clipped before was this rank's own.\n"
+    "an optimizer steps on gradients that were not averaged: all their backwards ran inside accumulate() or no_sync(). They "
+    "are averaged now, before the step, and no backward hides that. A norm that was clipped earlier was this rank's own.\n"
     "  {}, synchronization 1, rank {}\n"
     "  Run the last backward of a step outside of it, also at the end of an epoch: is_last = (i + 1) % n == 0 or i + 1 == "
     "len(loader). If each rank is to step on its own gradients, step inside of it, with a plain optimizer."
 )
 BARE = (
     "an optimizer steps on gradients that were not averaged: no training forward of the wrapper preceded their backward. They "
-    "have been averaged before the step, when no backward hides it. A norm that was clipped before was this rank's own.\n"
+    "are averaged now, before the step, and no backward hides that. A norm that was clipped earlier was this rank's own.\n"
     "  {}, synchronization 1, rank {}\n"
     "  Call the wrapper, not model.module or a method of it; after attach(), call the module itself."
 )

@@ -184,8 +184,8 @@ def test_a_full_disk_on_one_rank_is_an_error_of_all_and_leaves_the_one_before(at
             train(Setup(), model, optimizer, steps=range(1, 2))
             text = same_text(save.wait)
         assert text == (
-            f"the save in the background of {path} has failed on rank {on_rank}.\n"
-            "  OSError: [Errno 28] No space left on device\n  A checkpoint that was there before is still there."
+            f"the background save of {path} has failed on rank {on_rank}.\n"
+            "  OSError: [Errno 28] No space left on device\n  An earlier checkpoint is still there."
         )
         assert save.is_done
         assert (text.splitlines()[0] in said.getvalue()) == (dist.get_rank() == 0)  # printed once, at once
@@ -298,7 +298,7 @@ def test_a_disk_that_hangs_is_shown_training_goes_on_and_the_next_save_raises(pa
         assert save is not None
         steps(model, optimizer, range(1, 3))
         text = same_text(lambda: save_checkpoint(path, model, optimizer))
-        assert text.startswith(f"the save in the background of {path} has not ended: nothing was written for ")
+        assert text.startswith(f"the background save of {path} has not ended: nothing was written for ")
         assert "rank 0 writes model.safetensors" in text
         if dist.get_rank() == 0:
             assert not save.is_done
@@ -469,7 +469,7 @@ def test_a_rank_first_waits_for_its_own_save_and_a_name_with_new_is_refused(path
         save_checkpoint(path, nn.Linear(1, 1), background=True)
         assert has_checkpoint(path)
     text = text_of(CheckpointError, lambda: save_checkpoint(path.with_name("saved.new"), nn.Linear(1, 1)))
-    assert text.startswith("saved.new is not a name for a checkpoint: ")
+    assert text.startswith("saved.new cannot be the name of a checkpoint: ")
     with contextlib.chdir(path):
         text_of(CheckpointError, lambda: save_checkpoint(".", nn.Linear(1, 1)))
         load_checkpoint(".", nn.Linear(1, 1))

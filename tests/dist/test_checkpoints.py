@@ -303,7 +303,7 @@ def test_a_save_that_fails_on_a_rank_fails_on_all_and_leaves_the_one_before(path
             f"it was not possible to save a checkpoint in {path}.\n  OSError: [Errno 28] No space left on device"
         )
         assert (text.splitlines()[-1], load_checkpoint(path, model, optimizer)) == (
-            "  A checkpoint that was there before is still there.",
+            "  An earlier checkpoint is still there.",
             "whole",
         )
         save_checkpoint(path, model, optimizer, extra="again")

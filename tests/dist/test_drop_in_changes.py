@@ -16,7 +16,7 @@ from support.alike import backward_alike, of_all_ranks
 from support.errors import text_of
 from support.inside import generation_of
 from support.levels import some
-from support.models import CASES, Branches, mlp, noise
+from support.models import Branches, mlp, noise
 from support.naive import TIMEOUT_S, naive_mean, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
 from undertow import (
@@ -31,7 +31,6 @@ from undertow import (
     clip_grad_norm_,
 )
 
-MLP = CASES["mlp"]
 Run = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -482,33 +481,6 @@ def test_a_parameter_that_is_thawed_or_made_within_the_forward_is_averaged_at_on
         backward_alike(ddp, bare, loss)
 
 
-class Unfreezes(torch.autograd.Function):
-    """Thaws a layer within a backward, which then trains it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x.detach())
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        with torch.enable_grad():
-            ctx.layer.requires_grad_(True)(ctx.saved_tensors[0]).square().sum().backward()
-        return grad, None
-
-
-@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
-def test_a_parameter_thawed_within_a_backward_is_an_error_that_names_it() -> None:
-    with wrapped(branches(frozen=2), bucket_cap_mb=1e-6) as ddp:
-        first, second, last = ddp.module.layers
-        assert text_of(PhaseError, second(Unfreezes.apply(first(noise(3, 4)), last)).square().sum().backward) == (
-            "a parameter was unfrozen while the backward ran that trains it: its gradient cannot be averaged.\n"
-            f"  parameter 'layers.2.bias', rank {dist.get_rank()}\n"
-            "  Unfreeze parameters before their backward, and outside of functional_call."
-        )
-
-
 # Optimizers that update parameters which are not the model's any more, or which another optimizer updates.
 
 SGD = torch.optim.SGD
@@ -549,7 +521,7 @@ def test_a_second_sharded_optimizer_is_refused_while_the_first_is_there() -> Non
     assert text_of(PhaseError, SGD(model.parameters(), lr=0.1).step) == (
         "SGD steps on parameters that a ShardedOptimizer updates.\n"
         f"  rank {dist.get_rank()}: each rank has its shards of the gradients only\n"
-        "  Give all parameters to ShardedOptimizers, and step those."
+        "  Step the ShardedOptimizer, and leave its parameters out of other optimizers."
     )
     model.close()
 

@@ -44,7 +44,7 @@ def batch() -> Tensor:
 def require_closed(what: str, call: Callable[[], object]) -> None:
     """The call is refused by the name of what was called."""
     assert text_of(PhaseError, call) == (
-        "this model is closed: its gradients are not averaged any more.\n"
+        "this model is closed: its gradients are no longer averaged.\n"
         f"  {what}, rank {dist.get_rank()}\n"
         "  Train `model.module`, the module itself, without averaging, or wrap it again."
     )

@@ -1,8 +1,6 @@
 import os
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -10,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from support.emulated import ended_over_link, over_link, run_over_link
 from support.errors import text_of
-from support.inside import BACKEND, EmulatedLink, emulated_backend, equal_shards, posted_exchanges
-from support.models import noise
+from support.inside import BACKEND, EmulatedLink, emulated_backend
 from support.processes import Rank, run_ranks
 from undertow.lab.cost import collective_seconds, link_from_text
 
 LINKS = ["1gbit", "none"]
-SLOW = "10mbit"  # so slow that what it carries is never done by accident
 
 
 @over_link(*LINKS)
@@ -113,85 +109,6 @@ def test_an_error_of_gloo_reaches_whoever_waits(link: EmulatedLink) -> None:
     assert usable == 2.0
 
 
-@dataclass(frozen=True)
-class Exchanged:
-    is_right: bool
-    began_s: float
-    ended_s: float
-    log: tuple[Any, ...]
-
-
-NUM_BYTES = 600_000  # that a rank gives to the exchange; a part of it is kept
-# Above the time of the link: sockets, threads that wake up, and ranks that leave the barrier one after another.
-MARGIN_S = 0.15
-NUM_ATTEMPTS = 3  # for a machine on which a rank may not be scheduled for longer than that
-
-
-def exchange_parts(link: EmulatedLink) -> Exchanged:
-    """Every rank sends every other one its part, all at once, under two tags in turn."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    numel = NUM_BYTES // 4 // size // 2
-    peers = [(rank + step) % size for step in range(1, size)]  # or all would send to rank 0 first, and wait for its way in
-    received = {(peer, tag): torch.empty(numel) for tag in (0, 1) for peer in peers}
-    sent = {(peer, tag): torch.full((numel,), 10.0 * rank + tag) for peer, tag in received}
-    began_s = begin_together(link)
-    works = [dist.irecv(tensor, peer, tag=tag) for (peer, tag), tensor in received.items()]
-    works += [dist.isend(tensor, peer, tag=tag) for (peer, tag), tensor in sent.items()]
-    for work in works:
-        work.wait()
-    ended_s = time.perf_counter()
-    return Exchanged(
-        all(bool((tensor == 10.0 * peer + tag).all()) for (peer, tag), tensor in received.items()),
-        began_s,
-        ended_s,
-        link.drain_log(),
-    )
-
-
-def scatter_and_gather(link: EmulatedLink) -> Exchanged:
-    """The exchanges that sharded steps are made of."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    numel = NUM_BYTES // 4 // size
-    storages = [noise(numel * size + 1, rank=peer) for peer in range(size)]
-    shard, gathered = torch.empty(numel), torch.empty(numel * size)
-    storage = storages[rank].clone()
-    with posted_exchanges() as exchanges:
-        began_s = begin_together(link)
-        exchanges.reduce_scatter(storage, shard, equal_shards(size, numel), trailer=storage[numel * size :]).wait()
-        gathered.view(size, -1)[rank] = shard
-        exchanges.all_gather(gathered, equal_shards(size, numel).parts, number=0).wait()
-        ended_s = time.perf_counter()
-    total = storages[0].clone()
-    for storage in storages[1:]:
-        total += storage
-    return Exchanged(torch.equal(gathered, (total / size)[:-1]), began_s, ended_s, link.drain_log())
-
-
-def begin_together(link: EmulatedLink) -> float:
-    dist.barrier()
-    link.drain_log()
-    return time.perf_counter()
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(("program", "num_rounds"), [(exchange_parts, 1), (scatter_and_gather, 2)])
-def test_sends_and_receives_take_what_they_would_on_the_link(
-    program: Callable[[EmulatedLink], Exchanged], num_rounds: int, num_ranks: int
-) -> None:
-    link = link_from_text(SLOW)
-    least_s = num_rounds * (num_ranks - 1) / num_ranks * NUM_BYTES / link.bytes_per_s
-    longest_s = []
-    while not longest_s or (longest_s[-1] > least_s + num_rounds * MARGIN_S and len(longest_s) < NUM_ATTEMPTS):
-        found = run_over_link(program, SLOW, num_ranks=num_ranks)
-        longest_s.append(max(seen.ended_s - seen.began_s for seen in found))
-        for seen in found:
-            assert seen.is_right
-            assert least_s + num_rounds * link.hop_s <= seen.ended_s - seen.began_s
-            assert {transfer.kind for transfer in seen.log} == {"send"}
-    assert min(longest_s) <= least_s + num_rounds * MARGIN_S
-
-
 def die_or_wait(what: str, link: EmulatedLink) -> None:
     if dist.get_rank() == 1:
         os._exit(7)
@@ -204,24 +121,6 @@ def test_a_dead_rank_is_an_error_where_it_is_waited_for(what: str, link: str) ->
     survivor, dead = ended_over_link(partial(die_or_wait, what), link)
     assert (dead.exit_code, survivor.exit_code, survivor.was_killed) == (7, 1, False), survivor.log
     assert "Connection closed by peer" in survivor.text or "reset by peer" in survivor.text
-
-
-@over_link("1gbit")
-def test_torchs_own_wrapper_trains_over_it(link: EmulatedLink) -> None:
-    def gradients(module: nn.Module) -> list[Tensor]:
-        module(torch.full((4, 8), float(dist.get_rank() + 1))).sum().backward()
-        return [param.grad.clone() for param in module.parameters() if param.grad is not None]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    expected = gradients(model)
-    for gradient in expected:
-        dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
-    model.zero_grad()
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    link.drain_log()
-    assert all(map(torch.equal, gradients(wrapped), expected))
-    assert [(transfer.kind, transfer.num_bytes) for transfer in link.drain_log()] == [("all_reduce", 4 * 2 * (8 * 8 + 8))]
 
 
 def leave_handles(ends: Callable[[], object], rank: Rank) -> None:

@@ -623,5 +623,5 @@ def test_rounds_of_different_steps_do_not_pair_off() -> None:
             f"  synchronization 3, rank {dist.get_rank()}\n"
             "  rank 0: synchronization 3, without an optimizer step since the one before\n"
             "  rank 1: synchronization 3, after an optimizer step\n"
-            "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish()."
+            "  Run the same number of synchronized backwards and steps on every rank. A rank without a backward calls finish()."
         )

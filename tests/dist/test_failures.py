@@ -222,7 +222,7 @@ def test_a_rank_in_another_step_is_an_error_on_all() -> None:
             "ranks are not in the same step.\n"
             f"  synchronization {1 + (rank == 1)}, rank {rank}\n"
             f"{places}"
-            "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish()."
+            "  Run the same number of synchronized backwards and steps on every rank. A rank without a backward calls finish()."
         )
 
 

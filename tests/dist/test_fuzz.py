@@ -32,7 +32,7 @@ from undertow import CheckpointError, load_checkpoint, save_checkpoint
 from undertow.errors import ConfigError
 from undertow.lab.cli.plan import show_plan
 from undertow.lab.profile import Profile, profile_from_file, profile_from_json
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.what_if import WhatIf
 from undertow.plan import ParamSpec, Plan, plan_from_groups
 
 _ACTS = (

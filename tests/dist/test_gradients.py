@@ -17,7 +17,6 @@ from support.levels import some
 from support.models import CASES, Branches, mlp, noise
 from support.naive import collectives, naive_mean, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
-from support.units import Units
 from undertow import DistributedDataParallel, ShardedOptimizer, attach
 
 
@@ -47,16 +46,6 @@ def test_ignored_parameters_keep_their_local_gradient() -> None:
         naive_mean(bare)
         bare.layers[0].weight.grad = local.layers[0].weight.grad
         require_same_gradients(ddp, bare)
-
-
-@in_ranks(2, 3)
-def test_late_parts_cost_a_second_round_once() -> None:
-    """Six buckets; in the first step those of the middle layer's weight and bias go out twice."""
-    with wrapped(Units("linear twice-reentrant linear"), bucket_cap_mb=1e-6, order="reverse") as ddp, collectives() as called:
-        for step, num_calls in enumerate([8, 6, 6, 6]):
-            called.clear()
-            ddp(noise(3, 4, step=step), "012").sum().backward()
-            assert called == ["all_reduce"] * num_calls
 
 
 @in_ranks(2)

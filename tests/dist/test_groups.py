@@ -282,7 +282,7 @@ def test_close_takes_every_hook_off(way: str) -> None:
 
 UNWATCHED = (
     "the ranks do not watch over each other: rank {} cannot listen for other ranks: no such interface.\n"
-    "  Training continues, and lost ranks are found by the backend and its timeout alone.\n"
+    "  Training continues, but only the backend and its timeout find lost ranks.\n"
     "  Allow TCP connections between all ranks, on any port."
 )
 

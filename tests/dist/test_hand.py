@@ -154,7 +154,7 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
     assert text_of(ConfigError, lambda: manager.get_bucket_index(torch.zeros(3))) == (
         "a tensor of shape (3,) belongs to no bucket.\n"
         "  GradientBucketManager of 1 tensors in 1 buckets\n"
-        "  Give the manager this very tensor when you make it (the parameter, not a copy or its gradient)."
+        "  Give this tensor itself to the manager when you make it: the parameter, not a copy or its gradient."
     )
     for index in (1, -1):
         assert text_of(ConfigError, partial(manager.reduce_bucket_async, index)) == (
@@ -305,7 +305,7 @@ def test_a_gradient_that_was_replaced_since_the_manager_was_made_is_refused() ->
         model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         assert text_of(PhaseError, manager.reduce_all_async) == (
-            "gradient 0 of bucket 0 is out of date: it was the .grad of a parameter, and is not now.\n"
+            "gradient 0 of bucket 0 is out of date: it is no longer the .grad of its parameter.\n"
             "  a tensor of shape (1, 2)\n"
             "  Give the parameters instead of their gradients, or call zero_grad(set_to_none=False)."
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from support.alike import heard, of_all_ranks
+from support.alike import of_all_ranks
 from support.errors import text_of
 from support.levels import some
 from support.mixture import loss as mixture_loss
@@ -226,22 +226,6 @@ def test_what_a_scaler_deals_with_stays_its_own(policy: str, strategy: str, opti
         assert (all(param.isfinite().all() for param in parameters(ddp).values()), ddp.report().num_skipped) == (True, 0)
     # The first step has overflowed, and the last one has not.
     assert (of_all_ranks(scales), scales[0], scales[-1]) == ([scales] * 2, 2.0**106, scales[-2])
-
-
-@in_ranks(2)
-def test_rank_0_tells_of_the_first_the_second_and_the_fourth_time() -> None:
-    """Once for all optimizers of a step."""
-    settings = {"nonfinite": "skip", "bucket_cap_mb": ALL_IN_ONE}
-    with heard() as texts, training(Layers(), "ddp", "SGD", **settings) as (ddp, optimizer):
-        others = torch.optim.SGD(ddp.module.last.parameters(), lr=0.1)
-        for step in range(5):
-            optimizer.zero_grad()
-            backward(ddp, step, factor=torch.inf)
-            optimizer.step()
-            others.step()
-    told = ((0, ""), (1, " Steps like this so far: 2."), (3, " Steps like this so far: 4."))
-    lines = [found(1, step=step).replace("\n", f" The step is skipped on every rank.{times}\n") for step, times in told]
-    assert texts == (lines if dist.get_rank() == 0 else [])
 
 
 STEPS: dict[str, Callable[[torch.optim.Optimizer, Any], object]] = {

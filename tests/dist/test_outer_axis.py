@@ -1,7 +1,7 @@
 """FSDP2 on 2 x 2 ranks, with the average across replicas by Undertow."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,13 +15,13 @@ from support.errors import text_of
 from support.inside import bytes_given_to_gloo
 from support.levels import some
 from support.ranks import in_ranks
-from support.sharded import mesh_of
+from support.sharded import kept_mesh
 from support.tensor_parallel import parts, require_same_parts
 from undertow import ConfigError, Desync, PlanMismatch, ReplicaMismatch, UndertowError, attach, outer_axis
 
 WIDTH = 256
 NAMES = ("dp_replicate", "dp_shard")
-ON_A_MESH = in_ranks(4, is_fresh=True, timeout_s=240.0)
+ON_A_MESH = in_ranks(4, pool="mesh", timeout_s=240.0)
 
 
 class Net(nn.Module):
@@ -49,10 +49,8 @@ def batch(step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
 
 
-@contextlib.contextmanager
-def meshes() -> Iterator[DeviceMesh]:
-    with mesh_of(2, 2, names=NAMES) as mesh:
-        yield mesh
+def meshes() -> contextlib.AbstractContextManager[DeviceMesh]:
+    return contextlib.nullcontext(kept_mesh(2, 2, names=NAMES))
 
 
 def train(net: Any, steps: Sequence[int], *, num_micro_batches: int = 1, holds: str = "") -> None:

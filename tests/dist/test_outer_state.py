@@ -38,7 +38,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("order", some([(order,) for order in permutations(["outer", "module", "optimizer"])], most=3))
+@pytest.mark.parametrize("order", some([(order,) for order in permutations(["outer", "module", "optimizer"])], most=1))
 @pytest.mark.parametrize("num_steps", [4, 7])
 def test_the_states_of_a_run_may_be_loaded_in_any_order(order: tuple[str, ...], num_steps: int) -> None:
     with replica(net(), OUTER) as ddp:
@@ -78,7 +78,7 @@ def test_own_parameters_without_the_outer_state_are_an_error_that_names_it() -> 
     with replica(Net(), Outer(every=4, fragments=1, delay=0)) as ddp:
         ddp.load_state_dict(own)
         text = text_of(ReplicaMismatch, lambda: train(ddp, adamw(ddp), range(6, 12)))
-    assert "A run that goes on needs the saved state of model.outer on every rank too." in text
+    assert "A run that resumes also needs the saved state of model.outer on every rank." in text
 
 
 def swap(ddp: DistributedDataParallel, *, trains: bool = False, on: int | None = None) -> None:
@@ -117,7 +117,7 @@ EVENTS = ["swap", "swap on 1", "copy", "assign", "evaluate", "state", "break 0",
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("seed", some(range(10), most=3))
+@pytest.mark.parametrize("seed", some(range(10), most=1))
 def test_a_drawn_program_with_events_between_steps_is_the_reference(seed: int) -> None:
     drawn = random.Random(seed)
     every = drawn.randint(1, 5)

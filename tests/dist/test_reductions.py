@@ -95,7 +95,7 @@ def test_an_op_that_cannot_be_right_is_refused_on_every_rank() -> None:
         assert text_of(Desync, lambda: ddp.reduce_gradients_async(("sum", "mean")[rank]).wait()) == (
             f'ranks are not in the same step.\n  synchronization 0, rank {rank}\n  rank 0: synchronization 0, op="sum"\n'
             "  rank 1: synchronization 0\n"
-            "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish()."
+            "  Run the same number of synchronized backwards and steps on every rank. A rank without a backward calls finish()."
         )
     with wrapped(MLP.model()) as ddp:
         ddp.register_comm_hook(None, allreduce_hook)

@@ -150,7 +150,7 @@ def drawn_run(seed: int, format: str, optimizer: str, path: Path | None) -> list
 @in_ranks(2)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "plain SGD"])
-@pytest.mark.parametrize("seed", some(range(4), most=3))
+@pytest.mark.parametrize("seed", some(range(4), most=1))
 def test_a_drawn_run_that_is_saved_and_loaded_has_the_bits_of_one_without_a_break(
     seed: int, format: str, optimizer: str, tmp_path: Path
 ) -> None:

@@ -236,7 +236,7 @@ NOT_MADE: dict[str, tuple[type[Exception], str, Any]] = {
     "groups in the model's place": (
         WrongType,
         "target must be the result of attach() or DistributedDataParallel, got list.\n  ShardedOptimizer\n"
-        "  Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. Parameters or groups come third: "
+        "  Wrap the model first, then write ShardedOptimizer(torch.optim.AdamW, model, lr=...). Parameters or groups come third: "
         "ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...).",
         lambda it: (SGD, [{"params": [*it.parameters()]}]),
     ),

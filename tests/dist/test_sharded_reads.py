@@ -127,7 +127,7 @@ def test_a_read_between_steps_sees_what_was_stepped(strategy: str, settings: dic
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", some(READS, most=7))
+@pytest.mark.parametrize("name", some(READS, most=5))
 def test_a_read_waits_for_what_is_in_flight(name: str) -> None:
     with stepped(1, **SMALL) as (ddp, opt):
         slow_gathers(ddp)

@@ -100,7 +100,7 @@ def edited(name: str, strategy: str) -> Parameters:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", some(EDITS, most=6))
+@pytest.mark.parametrize("name", some(EDITS, most=3))
 def test_a_change_of_state_or_groups_does_what_it_does_to_a_plain_optimizer(name: str) -> None:
     require_equal(edited(name, "ddp"), edited(name, "zero1"))
 

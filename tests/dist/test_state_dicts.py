@@ -144,8 +144,8 @@ def test_a_rank_that_gathers_the_state_alone_says_what_it_waits_for() -> None:
     if dist.get_rank() == 0:
         awaited = "the state of a ShardedOptimizer, for which every rank must call state_dict()"
         head, *_, remedy = text_of(StallTimeout, optimizer.state_dict).splitlines()
-        assert head.endswith(f" s for {awaited}: rank 1 has not come.")
-        assert remedy.startswith("  Move the call out of `if rank == 0`")
+        assert head.endswith(f" s for {awaited}: rank 1 has not arrived.")
+        assert remedy.startswith("  Make the call on every rank")
     dist.barrier()
 
 

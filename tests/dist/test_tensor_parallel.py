@@ -50,9 +50,9 @@ from undertow import (
     stop_on_signal,
 )
 
-STEPS = 20
-# Fresh ranks: torch caches what an operation of DTensors does by mesh, with groups that a test has destroyed.
-ON_A_MESH = in_ranks(4, is_fresh=True, timeout_s=240.0)
+STEPS = 8
+# Ranks whose mesh stays: the first steps on one take seconds. Others would find its groups, which have names that count up.
+ON_A_MESH = in_ranks(4, pool="mesh", timeout_s=240.0)
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def micro_batch(net: nn.Module, kind: str, batch: Tensor, replica: int) -> None:
         bare.blocks[0].mlp.up.requires_grad_(True)
 
 
-@pytest.mark.parametrize("seed", some(range(3), most=2))
+@pytest.mark.parametrize("seed", some(range(3), most=1))
 @ON_A_MESH
 def test_drawn_programs_have_the_gradients_of_a_mean_by_hand(seed: int) -> None:
     with on_mesh() as (mesh, model, bare):

@@ -258,7 +258,7 @@ def resumed(name: str, path: Path) -> None:
     reference_steps(bare, plain, range(2, 4))
     with wrapped(layers(), strategy="zero1", reduction="ordered", bucket_cap_mb=0.001) as model:
         optimizers = two_optimizers(model, cls, **settings)
-        with pytest.raises(CheckpointError, match="the number of optimizers is 1, and 2 in the checkpoint"):
+        with pytest.raises(CheckpointError, match="optimizers in the checkpoint: 2; given: 1"):
             load_checkpoint(path, model, optimizers[0])
         load_checkpoint(path, model, optimizers)
         sharded_steps(model, optimizers, range(2, 4))
@@ -266,8 +266,9 @@ def resumed(name: str, path: Path) -> None:
         require_same(model.module, bare)
 
 
-@pytest.mark.parametrize("name", MAKES)
-@pytest.mark.parametrize("num_ranks", some([1, 2, 3, 4], most=2))
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), some([("Lamb", 3), ("Muon", 1), ("Adafactor", 4), ("rows", 2), ("rows", 3)], most=2)
+)
 def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit_on_any_number(
     pools: dict[int, Ranks], tmp_path: Path, name: str, num_ranks: int
 ) -> None:

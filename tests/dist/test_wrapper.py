@@ -318,7 +318,7 @@ def test_a_part_of_what_is_wrapped_is_not_wrapped_again() -> None:
         assert {text_of(ConfigError, call).replace("'weight'", "'0.weight'") for call in calls} == {
             "a part of this module is synchronized already.\n"
             "  parameter '0.weight' belongs to an earlier attach() or DistributedDataParallel\n"
-            "  Call close() on the earlier one if it trains no more. If two models share a part, wrap "
+            "  If the earlier one is no longer trained, call its close(). If two models share a part, wrap "
             "one module that holds both, or name the part in `ignore` of one of them."
         }
         backward_alike(ddp, bare, MLP.loss)  # the earlier one goes on
@@ -420,15 +420,6 @@ def test_a_rank_that_trains_nothing_needs_no_other_one(way: str, kind: str) -> N
     assert x.grad is None or kind == "Linear" or torch.equal(x.grad, torch.full((2, 4), 4.0))
     model.close()
     store.set(f"left {way}", "")
-
-
-def test_without_a_process_group_the_error_says_what_to_call() -> None:
-    assert text_of(ConfigError, lambda: attach(mlp())) == (
-        "torch.distributed is not initialized.\n"
-        "  no default process group exists in this process\n"
-        '  Call torch.distributed.init_process_group("gloo") (or "nccl") first, and start the ranks with '
-        "torchrun --nproc-per-node=2 script.py."
-    )
 
 
 # What of torch's there is besides the training step: attributes, hooks, switches, what trainers ask for.
@@ -638,7 +629,7 @@ ARGUMENTS = {
     "  Pass the model itself.",
     "torch's wrapper": "this module is wrapped already, by torch's own DistributedDataParallel.\n"
     "  DistributedDataParallel(torch.nn.parallel.DistributedDataParallel(...))\n"
-    "  Give the bare module.",
+    "  Wrap the bare module once, without torch's class.",
     "two device types": "DistributedDataParallel's input module must be on the same type of devices, but input module "
     "parameters locate in ['cpu', 'meta'].\n"
     "  DistributedDataParallel(...)\n"

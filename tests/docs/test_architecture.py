@@ -1,6 +1,8 @@
 """The pages for those who change the library name only what exists."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,36 @@ SCHEDULES = {
 }
 
 
+def members_of(cls: ast.ClassDef) -> Iterator[str]:
+    """Methods and fields of a class, and attributes that its methods set."""
+    for node in ast.walk(cls):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+def classes() -> dict[str, tuple[set[str], list[str]]]:
+    """The members of each class of the library, and the names of its bases."""
+    found = dict[str, tuple[set[str], list[str]]]()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                members, bases = found.setdefault(node.name, (set(), []))
+                members.update(members_of(node))
+                bases += [base.id for base in node.bases if isinstance(base, ast.Name)]
+    return found
+
+
+CLASSES = classes()
+
+
+def has(cls: str, member: str) -> bool:
+    members, bases = CLASSES.get(cls, (set(), []))
+    return member in members or any(has(base, member) for base in bases if base != cls)
+
+
 def test_the_architecture_lists_every_page() -> None:
     assert sorted(set(re.findall(r"\]\(design/([\w-]+\.md)", ARCHITECTURE.read_text(encoding="utf-8")))) == [
         page.name for page in PAGES[1:]
@@ -37,6 +69,12 @@ def test_classes_and_files_that_a_page_names_exist(page: Path) -> None:
         [name for name in (*classes, *methods) if name not in WORDS],
         [path for path in paths if not any((home / path).exists() for home in homes)],
     ) == ([], [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_methods_that_a_page_names_are_of_their_class(page: Path) -> None:
+    named = re.findall(r"`([A-Z]\w*)\.(\w+)`", page.read_text(encoding="utf-8"))
+    assert [f"{cls}.{member}" for cls, member in named if cls in CLASSES and not has(cls, member)] == []
 
 
 @pytest.mark.parametrize("page", SCHEDULES, ids=lambda page: page.stem)

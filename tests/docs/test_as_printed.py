@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.frameworks import require_installed
+from frameworks.recipes import require_installed
 from support.pages import Snippet, snippets
 from support.project import DOCS, ROOT
 from support.warm import python

@@ -24,7 +24,6 @@ from support.project import ROOT
 from support.ranks import in_ranks
 from support.sharded import hybrid
 from undertow import (
-    ConfigError,
     DistributedDataParallel,
     ReplicaMismatch,
     ShardedOptimizer,
@@ -108,7 +107,7 @@ LIMITS = [" ".join(text.split()) for text in re.findall(r"^- (.*?)$(?=\n(?:- |\n
 # Words of a limit, and its tests.
 SHOWN_BY = {
     "NCCL with two or more GPUs": ["test_training_over_nccl_has_the_reference_s_bits"],
-    "**Not supported:** ZeRO-3": ["test_a_value_of_a_setting_is_refused", "test_a_sharded_parameter_is_refused"],
+    "**Not supported:** ZeRO-3": ["test_a_value_of_a_setting_is_refused", "test_each_mistake_is_an_error_that_says_what_to_do"],
     "With parameters that are DTensors": ["test_each_mistake_is_the_same_error_on_every_rank"],
     "With experts": ["test_what_cannot_be_is_refused"],
     "With a ShardedOptimizer: `join()`": [
@@ -171,17 +170,6 @@ def train(ddp: DistributedDataParallel, optimizer: object, *, num_steps: int = 2
 def sharded(model: nn.Module, **settings: object) -> tuple[DistributedDataParallel, ShardedOptimizer]:
     ddp = DistributedDataParallel(model, config=SyncConfig(**settings))
     return ddp, ShardedOptimizer(torch.optim.SGD, ddp, lr=0.5)
-
-
-@in_ranks(2)
-def test_a_sharded_parameter_is_refused() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Linear(4, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ConfigError, match="is managed by torch's fully_shard"):
-        DistributedDataParallel(model)
 
 
 @in_ranks(2)

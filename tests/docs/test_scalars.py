@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch.distributed as dist
 
-from support.frameworks import require_installed
+from frameworks.recipes import require_installed
 from support.pages import snippets
 from support.project import ROOT
 from support.records import record, report

@@ -10,7 +10,7 @@ from support.processes import Ended
 WITHIN_S = 10.0
 GONE = """rank {faulty} is gone: its process exited or was killed without reporting an error.
   {where}
-  The step is incomplete on every rank. Find out why it ended (memory, the scheduler), and start from a checkpoint."""
+  The step is incomplete on every rank. Find out why it ended (memory, the scheduler), and restart from a checkpoint."""
 FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no label
   {where}
   The step is incomplete on every rank. The traceback is in the log of rank {faulty}."""

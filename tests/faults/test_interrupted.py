@@ -1,7 +1,6 @@
-"""Tests that are interrupted leave no processes and no namespaces."""
+"""Tests that are killed leave no processes."""
 
 import contextlib
-import signal
 import subprocess
 import sys
 import time
@@ -10,12 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from benchmarks.matrix.links import NAMESPACES, PREFIX, remove_abandoned
 
 from support.project import ROOT
 
 pytestmark, PATIENCE_S = pytest.mark.slow, 120.0
-SIGNALS = (signal.SIGINT, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -44,41 +41,13 @@ def stopped(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if process.status() == psutil.STATUS_STOPPED]
 
 
-@pytest.mark.parametrize(
-    ("number", "name", "options"),
-    [
-        (signal.SIGKILL, "test_with_a_rank_that_is_stopped", ()),
-        (signal.SIGINT, "test_with_ranks_of_a_pool", ("-n", "1")),
-    ],
-)
-def test_interrupted_tests_leave_no_process(number: signal.Signals, name: str, options: tuple[str, ...]) -> None:
+def test_killed_tests_leave_no_process() -> None:
     """Not even one that is stopped."""
-    with lasting(name, *options) as tests:
+    with lasting("test_with_a_rank_that_is_stopped") as tests:
         of_tests = psutil.Process(tests.pid)
         awaited(tests, lambda: stopped(of_tests.children(recursive=True)))
         processes = of_tests.children(recursive=True)
         assert len(processes) >= 3  # two ranks, and the server that they are forked off
-        tests.send_signal(number)
+        tests.kill()
         tests.wait(PATIENCE_S)
         assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
-    assert number is not signal.SIGINT or tests.returncode == pytest.ExitCode.INTERRUPTED
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
-def test_interrupted_tests_leave_no_namespace(number: signal.Signals) -> None:
-    """Those of tests that are killed go when the next ones begin."""
-    with lasting("test_with_namespaces") as tests:
-
-        def namespaces() -> list[str]:
-            return [path.name for path in NAMESPACES.glob(f"{PREFIX}{tests.pid}-*")]
-
-        awaited(tests, lambda: stopped([psutil.Process(tests.pid)]))
-        assert namespaces()
-        tests.send_signal(number)
-        tests.send_signal(signal.SIGCONT)
-        tests.wait(PATIENCE_S)
-        if number is signal.SIGKILL:
-            assert remove_abandoned()[1] is None
-        assert namespaces() == []

@@ -82,7 +82,7 @@ def test_a_cut_link_ends_the_step_on_both_of_its_sides(job: Job, record: Record)
     for number, rank in enumerate(job.ended.result()):
         assert rank.kind == "StallTimeout", rank.log
         named = "ranks 0, 1 have" if number == 2 else "rank 2 has"
-        head = rf"rank \d has waited \d+ s for .*: {named} not come\.\n"
+        head = rf"rank \d has waited \d+ s for .*: {named} not arrived\.\n"
         assert re.match(rf"{head}  synchronization \d+, rank {number}\n", rank.text), rank.text
         silent = "ranks 0, 1: no answer; they are" if number == 2 else "rank 2: no answer; it is"
         assert [line for line in rank.text.split("\n") if "no answer" in line] == [

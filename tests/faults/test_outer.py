@@ -37,7 +37,7 @@ def test_a_rank_that_stands_still_is_named_in_the_step_in_which_a_fragment_is_du
     settings = {"stall_warning_s": 0.2, "stall_timeout_s": 1.0}
     survivor, _ = outcomes(Fault(kind="stopped", point="backward", way="outer", settings=settings))
     assert survivor.kind == "StallTimeout"
-    assert ": rank 1 has not come.\n  synchronization " in survivor.text
+    assert ": rank 1 has not arrived.\n  synchronization " in survivor.text
     assert " of the replicas' differences: " in survivor.text
 
 

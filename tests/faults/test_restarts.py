@@ -1,4 +1,6 @@
-"""Jobs: one whose rank is killed starts again and ends as if nothing had happened; one whose results are right ends well."""
+"""Jobs: one whose rank is killed starts again and ends as if nothing had happened; one whose results are right ends well; one
+whose script has an error ends with it.
+"""
 
 import runpy
 import signal
@@ -28,6 +30,21 @@ from support.elastic import (
 from support.processes import Ended
 from support.project import ROOT
 
+FAILS = """
+import torch
+import torch.distributed as dist
+from undertow import DistributedDataParallel
+
+def label(row):
+    if row == 3 and dist.get_rank() == 1:
+        raise ValueError("row 3 has no label")
+    return row
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+for row in range(5):
+    (model(torch.ones(2, 1)) - label(row)).sum().backward()
+"""
 OPTIONS = ["--epochs", "1", "--checkpoint-every", "4", "--save-model", "model.pt"]
 ORDER: list[int] = runpy.run_path(str(EXAMPLE))["sample_order"](1)
 BATCH, NUM_STEPS = 24, 20
@@ -177,3 +194,16 @@ def test_every_run_of_the_example_learns_and_ends_with_exit_code_0(request: pyte
         first, last = losses_in(done.out, 4)
         assert last < first
         assert "Where a step goes" in done.out
+
+
+@pytest.mark.slow
+def test_the_last_text_of_a_job_is_the_error_of_its_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILS)
+    ended = run_under_torchrun(tmp_path / "script.py", num_ranks=2, folder=tmp_path)
+    _, _, cause = ended.log.rpartition("traceback : ")
+    assert [line.strip() for line in cause.splitlines() if "File" in line or "Error" in line] == [
+        f'File "{tmp_path}/script.py", line 14, in <module>',
+        f'File "{tmp_path}/script.py", line 8, in label',
+        'raise ValueError("row 3 has no label")',
+        "ValueError: row 3 has no label",
+    ]

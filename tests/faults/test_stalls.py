@@ -35,7 +35,7 @@ from undertow.lab.emulation.link import BACKEND, emulated_backend
 pytestmark = pytest.mark.waits
 FIRST = "bucket 0 ('last.bias')"
 FIFTH = "bucket 4 ('norm.bias', 'norm.weight', 'first.bias')"  # those before it have left
-HEAD = "rank R has waited N s for {bucket}: rank {faulty} has not come."
+HEAD = "rank R has waited N s for {bucket}: rank {faulty} has not arrived."
 REMEDY = "  Find out why the late ranks are late, or set stall_timeout_s higher if such waits are expected."
 NEVER_CAME = (
     "rank {faulty} has made no such wrapper or ShardedOptimizer within N s, and other ranks wait for it.\n"
@@ -57,7 +57,7 @@ LATE: dict[str, tuple[Place, str, str]] = {
     "in forward": (PLACES["in forward"], FIRST, "in the forward of 'norm'"),
     "in backward": (PLACES["in backward"], FIFTH, "in backward"),
     "in mean": (PLACES["in mean"], "the mean over ranks", OUTSIDE),
-    "in join": (PLACES["in join"], "what ranks that have data do next", OUTSIDE),
+    "in join": (PLACES["in join"], "the next action of ranks with data", OUTSIDE),
 }
 
 
@@ -106,7 +106,7 @@ def test_a_rank_is_too_late_where_the_timeout_of_the_process_group_is_over(way: 
     told = [f"  {head}", *rest] if head else []
     remedy = (
         "  Find out why the late ranks are late, or give the process group a longer timeout: "
-        "stall_timeout_s above it does nothing."
+        "stall_timeout_s has no effect above it."
     )
     for number, rank in enumerate(outcomes(fault)):
         assert (rank.kind, rank.exit_code) == ("StallTimeout", 1), rank.text
@@ -147,7 +147,7 @@ def test_a_stall_names_the_rank_in_other_rows_and_columns_and_with_other_experts
     found = outcomes(fault)
     for rank in fault.others:
         assert (found[rank].kind, found[rank].exit_code) == ("StallTimeout", 1)
-        assert re.match(r"rank \d has waited \d+ s for bucket \d .*: rank 3 has not come\.", found[rank].text)
+        assert re.match(r"rank \d has waited \d+ s for bucket \d .*: rank 3 has not arrived\.", found[rank].text)
         assert "\n  rank 3: no answer; it is stopped, " in found[rank].text
 
 
@@ -198,7 +198,7 @@ def test_the_first_wrapper_of_all_ends_with_the_rank_that_has_made_none() -> Non
 def require_late(rank: Any, number: int) -> None:
     """Two clocks run: of the meeting in the store, and of the watch. Either may be first to name rank 1."""
     text = rank.words.get("value", "")
-    stalled = "rank R has waited N s for all ranks, to make a process group: rank 1 has not come.\n"
+    stalled = "rank R has waited N s for all ranks, to make a process group: rank 1 has not arrived.\n"
     came = NEVER_CAME.format(faulty=1, where="the making of a process group", rank=number)
     assert text == came or text.startswith(f"{stalled}  synchronization 0, rank {number}\n"), rank.log
 
@@ -257,7 +257,7 @@ def test_every_call_of_all_ranks_ends_with_the_rank_that_does_not_make_it() -> N
     first = run_ranks(waits_alone, 2)[0]
     for waits_for in CALLS:
         assert first.words.get("value", {}).get(waits_for, "").split("\n") == [
-            f"rank R has waited N s for {waits_for}: rank 1 has not come.",
+            f"rank R has waited N s for {waits_for}: rank 1 has not arrived.",
             "  synchronization 1, rank 0",
             f"  rank 0: synchronization 1, waits for {waits_for}",
             "  rank 1: synchronization 1, in code outside of the model, no training forward since synchronization 1 "
@@ -311,7 +311,8 @@ def test_ranks_that_wait_for_different_things_fail_without_a_timeout(name: str, 
         )
         assert re.fullmatch(others, "\n".join(waits[1:]))
         assert remedy == (
-            "  Move the call out of `if rank == 0`; to save on one rank, every rank calls consolidate_state_dict() before."
+            "  Make the call on every rank, not under `if rank == 0`. To save on one rank, every rank calls "
+            "consolidate_state_dict() first."
             if name == STATE
             else "  Make the same calls on every rank, in the same order: look for one under `if rank == 0` or in a branch that "
             "only some ranks take."

@@ -112,12 +112,3 @@ def _cell(network: str, num_ranks: int) -> Cell:
     predicted_ms = per_tensor_ms(costs_of(network, num_ranks, hop_s=hop_s_of(network)), num_ranks)
     measured_ms = PER_TENSOR_MS[network][num_ranks]
     return Cell(network, num_ranks, measured_ms, predicted_ms, predicted_ms / measured_ms - 1)
-
-
-def table() -> str:
-    lines = ["| network | GPUs | measured | predicted | error |", "|---|---|---|---|---|"]
-    for cell in cells():
-        lines.append(
-            f"| {cell.network} | {cell.num_ranks} | {cell.measured_ms:.1f} | {cell.predicted_ms:.1f} | {cell.error:+.1%} |"
-        )
-    return "\n".join(lines) + "\n"

@@ -6,8 +6,7 @@ tensor by tensor, 102 MB in 64.8 ms; 128.1 ms per iteration on one GPU.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 
 from support.project import ROOT
@@ -17,16 +16,15 @@ from undertow.lab.profile import Profile
 from undertow.lab.simulate import IDEAL, simulate
 from undertow.plan import ParamSpec, plan_from_groups
 from undertow.schedule import DDP
-from undertow.trace import overlap_of
 
 NUM_RANKS, ITERATION_MS, _MIB = 32, 128.1, 1024 * 1024
 TORCH_CAPS_BYTES = (_MIB, 25 * _MIB)  # of the first bucket, and of the others
 # Payload: 10 GbE carries 9.43 Gb/s. How long a message takes is not published: from fast to slow of TCP, and of RDMA.
-NETWORKS: Mapping[str, Link] = {
-    f"{name}, {hop_us} us": Link(name=name, hop_s=hop_us * 1e-6, bytes_per_s=gigabits * 1e9 / 8)
+NETWORKS = [
+    Link(name=name, hop_s=hop_us * 1e-6, bytes_per_s=gigabits * 1e9 / 8)
     for name, gigabits, hops_us in (("10 GbE", 9.43, (20, 50, 100)), ("56 Gb/s", 56, (2, 5)), ("100 Gb/s", 100, (2, 5)))
     for hop_us in hops_us
-}
+]
 
 
 def profile() -> Profile:
@@ -60,43 +58,15 @@ def torch_groups(profile: Profile) -> list[list[int]]:
     return [group for group in groups if group]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    torch_ms: float  # under torch's buckets
-    planned_ms: float  # under ours
-    num_planned: int
-
-    @property
-    def ratio(self) -> float:
-        return self.torch_ms / self.planned_ms
-
-
-def compare(profile: Profile, link: Link) -> Comparison:
+def torch_over_planned(profile: Profile, link: Link) -> float:
+    """Returns the exposed time under torch's buckets over that under planned ones."""
     costs = RingCosts(link, num_ranks=NUM_RANKS, has_trees=False)
     timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us)
     model = StepModel(params=profile.params, timing=timing, costs=costs)
     choice = choose(model, profile.order, max_bucket_bytes=math.inf)
-    return Comparison(
-        torch_ms=exposed_ms(profile, torch_groups(profile), costs),
-        planned_ms=exposed_ms(profile, choice.best.groups, costs),
-        num_planned=len(choice.best.groups),
-    )
+    return exposed_us(profile, torch_groups(profile), costs) / exposed_us(profile, choice.best.groups, costs)
 
 
-def exposed_ms(profile: Profile, groups: Sequence[Sequence[int]], costs: Costs) -> float:
+def exposed_us(profile: Profile, groups: Sequence[Sequence[int]], costs: Costs) -> float:
     plan = plan_from_groups(profile.params, groups, num_ranks=NUM_RANKS)
-    return overlap_of(simulate(profile, plan, DDP, costs, IDEAL).trace()).exposed_us / 1e3
-
-
-def table(profile: Profile) -> str:
-    lines = [
-        "| network | a message, us | torch's 25 MiB, ms | planned, ms | torch's / planned |",
-        "|---|---|---|---|---|",
-    ]
-    for name, link in NETWORKS.items():
-        found = compare(profile, link)
-        lines.append(
-            f"| {name.partition(',')[0]} | {link.hop_s * 1e6:.0f} | {found.torch_ms:.2f} "
-            f"| {found.planned_ms:.2f}, {found.num_planned} buckets | {found.ratio:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+    return simulate(profile, plan, DDP, costs, IDEAL).overlap().exposed_us

@@ -23,11 +23,6 @@ def test_bandwidths_reproduce_the_rows_that_they_come_from(network: str, num_ran
 
 
 @pytest.mark.deep
-def test_the_page_has_the_table_of_bert_large() -> None:
-    assert bert_large.table() in PAGE
-
-
-@pytest.mark.deep
 def test_the_page_has_the_worst_errors_in_its_text() -> None:
     worst = {num: max(abs(cell.error) for cell in bert_large.cells() if cell.num_ranks == num) for num in (16, 32)}
     assert f"at most {100 * worst[16]:.1f} % on 16 GPUs and {100 * worst[32]:.1f} % on 32" in PAGE
@@ -63,22 +58,5 @@ def test_buckets_are_those_of_torch() -> None:
     assert [[RESNET.order[index] for index in group] for group in groups] == resnet50.torch_groups(RESNET)
 
 
-def test_the_page_has_the_comparison_on_resnet50() -> None:
-    assert resnet50.table(RESNET) in PAGE
-
-
 def test_plans_expose_at_most_one_percent_more_than_torchs_buckets() -> None:
-    assert min(resnet50.compare(RESNET, link).ratio for link in resnet50.NETWORKS.values()) > 0.99
-
-
-def test_the_page_has_the_figures_of_resnet50_in_its_text() -> None:
-    ratios = {name: resnet50.compare(RESNET, link).ratio for name, link in resnet50.NETWORKS.items()}
-    fast = [ratio for name, ratio in ratios.items() if not name.startswith("10 GbE")]
-    slow = [100 * (ratio - 1) for name, ratio in ratios.items() if name.startswith("10 GbE")]
-    last_bytes = sum(RESNET.params[param].num_bytes for param in resnet50.torch_groups(RESNET)[-1])
-    for text in (
-        f"here {last_bytes / 1e6:.1f} MB",
-        f"exposes {min(fast):.0f} to {max(fast):.0f} times as much",
-        f"exposes between {-min(slow):.0f} % less and {max(slow):.0f} % more",
-    ):
-        assert text in PAGE
+    assert min(resnet50.torch_over_planned(RESNET, link) for link in resnet50.NETWORKS) > 0.99

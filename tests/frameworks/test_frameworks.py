@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.data import DataLoader, TensorDataset
 
-from support.errors import text_of
-from support.frameworks import (
+from frameworks.recipes import (
     TIMEOUT_S,
     OfTheUser,
     Recipe,
@@ -39,6 +38,7 @@ from support.frameworks import (
     same_as_torch,
     state_of,
 )
+from support.errors import text_of
 from support.models import mlp, noise
 from support.naive import require_same, wrapped
 from support.processes import free_port
@@ -128,7 +128,7 @@ def triggered(wrapper: Wrapper, _folder: Path) -> dict[str, Tensor]:
 
 
 def with_trainer(wrapper: Wrapper, _folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
-    from support import lightning_recipes as recipes
+    from frameworks import lightning_recipes as recipes
 
     module, trainer = getattr(recipes, name)(), recipes.trainer_of(wrapper, **settings)
     trainer.fit(module, recipes.loader())
@@ -255,7 +255,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def lightning(wrapper: Wrapper, folder: Path, ours: dict[str, Any], is_cut: bool) -> dict[str, Tensor]:
     import lightning.pytorch as pl
 
-    from support.lightning_recipes import trainer_of
+    from frameworks.lightning_recipes import trainer_of
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -507,8 +507,8 @@ def keeping_handlers() -> Iterator[None]:
 
 def lightning_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
     import lightning.pytorch as pl
-
     from support.lightning_recipes import trainer_of
+
     from undertow.integrations.lightning import StopOnSignal
 
     class Module(pl.LightningModule):
@@ -637,7 +637,7 @@ def test_a_framework_clips_by_the_norm_of_all_shards(framework_ranks: Ranks, tmp
 
 
 def refusals_of_lightning() -> dict[str, str]:
-    from support import lightning_recipes as recipes
+    from frameworks import lightning_recipes as recipes
 
     class NoOptimizer(recipes.Regression):
         def configure_optimizers(self) -> None:
@@ -721,7 +721,7 @@ def test_fabric_needs_the_model_with_its_optimizer(framework_ranks: Ranks) -> No
 
 
 def on_one_device() -> None:
-    from support import lightning_recipes as recipes
+    from frameworks import lightning_recipes as recipes
 
     with as_launched():
         trainer = recipes.trainer_of(DistributedDataParallel, devices=1, gradient_clip_val=0.1, ours=SHARDS)
@@ -738,7 +738,7 @@ def test_lightning_trains_in_shards_on_one_device() -> None:
 def registered() -> list[str]:
     from lightning.fabric import Fabric
 
-    from support import lightning_recipes as recipes
+    from frameworks import lightning_recipes as recipes
     from undertow.integrations import lightning  # noqa: F401  # registers
 
     found: list[str] = []

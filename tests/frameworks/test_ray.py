@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from frameworks.recipes import require_installed
 from support.checkpoints import require_equal
-from support.frameworks import require_installed
 from support.project import ROOT
 from support.warm import python
 
@@ -23,7 +23,7 @@ def results_in(folder: Path) -> dict[str, Any]:
     variables = {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     variables["RAY_worker_niceness"] = "0"  # by default 15: workers would hardly run beside other tests
     left = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [python(), str(ROOT / "tests" / "support" / "ray_jobs.py"), str(folder)]
+    command = [python(), str(ROOT / "tests" / "frameworks" / "ray_jobs.py"), str(folder)]
     with (folder / "log").open("w") as log, subprocess.Popen(command, env={**left, **variables}, stdout=log, stderr=log) as job:
         try:
             exit_code = job.wait(PATIENCE_S)

@@ -21,7 +21,7 @@ pytestmark = [
         importlib.util.find_spec("torchft") is None, reason="torchft is not installed: it has nightly wheels only"
     ),
 ]
-JOB, PATIENCE_S = ROOT / "tests" / "support" / "torchft_job.py", 100.0
+JOB, PATIENCE_S = ROOT / "tests" / "frameworks" / "torchft_job.py", 100.0
 LIGHTHOUSE = """
 import sys
 from torchft.coordination import LighthouseServer

@@ -266,10 +266,10 @@ def test_systems_train_right_on_a_device(workload: str) -> None:
         link="none",
         kind=kind,
         systems=specs,
-        effort=Effort(num_turns=2, has_start_up=False),
+        effort=Effort(num_turns=2),
         device="cuda",
     )
     result = measure_cell(cell, lambda _line: None)
-    rows = rows_of_cell(specs, result.timed, result.start_up, result.errors)
+    rows = rows_of_cell(specs, result.timed, result.errors)
     assert {row["system"]: row["error"] for row in rows} == {"bare": None, "ours": None, "torch-ddp": None}
-    assert sum(numel for numel, _ in result.timed[0][0]["params"]) * 4 == pytest.approx(spec.gradient_bytes("cuda"), rel=0.01)
+    assert result.timed[0][0]["num_params"] * 4 == pytest.approx(spec.gradient_bytes("cuda"), rel=0.01)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import undertow
 from mutants.blocks import PACKAGE
 from mutants.forks import exchange_code
+from programs.examples import EXAMPLES
 from streams import test_training as training
-from support.examples import EXAMPLES
 from support.ranks import Ranks, RanksFailed
 from support.streamed import run
 

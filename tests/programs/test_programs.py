@@ -2,8 +2,8 @@
 
 One runner has three back ends: ranks that are threads of this process, ranks that are processes, and processes over a device
 of logical streams. A drawn program that fails is printed, and can be pasted into EXAMPLES with a name.
-`python -c "from support.drawn import main; main(SEED, NUM_RANKS)"` prints a smaller one that fails on processes too; with
-`from support import drawn, streamed; drawn.main(SEED, NUM_RANKS, streamed.run)` it is one that fails on streams.
+`python -c "from programs.drawn import main; main(SEED, NUM_RANKS)"` prints a smaller one that fails on processes too; with
+`from support import streamed` and `main(SEED, NUM_RANKS, streamed.run)` it is one that fails on streams.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from programs.drawn import drawn
+from programs.examples import EXAMPLES, ON_THREE_RANKS
 from support import programs, streamed
-from support.drawn import drawn
-from support.examples import EXAMPLES, ON_THREE_RANKS
 from support.levels import some
 from support.one_process import ranks_of
 from support.programs import Program, run

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from frameworks.recipes import require_installed
 from support.errors import refusal
-from support.frameworks import require_installed
 from support.outer import NaiveOuter
 from support.project import ROOT
 from support.strategies import spec
@@ -83,7 +83,7 @@ def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
     options = ("--out", out, "--set", "bucket_cap_mb=0.0001")
     done = run(*UNDERTOW, "run", *options, FORKED, *TORCHRUN, SCRIPTS / "plain.py", tmp_path / "it.pt")
     assert done.returncode == 0, done.stderr
-    assert "bucket_cap_mb=0.0001 was asked for" in done.stderr
+    assert "bucket_cap_mb=0.0001 is set" in done.stderr
     # The last line names the next command.
     assert done.stderr.splitlines()[-1] == f"The files are in {out}. A page about them: undertow report {out}"
     names = ["plan.json", "profile.json", "report-rank0.json", "report-rank1.json", "traces"]
@@ -96,7 +96,7 @@ def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
     done = run(*within, *command, UNDERTOW_BUCKET_CAP_MB="7", **traces)
     assert (done.returncode, done.stderr.count(REPORTED), NOTHING in done.stderr) == (0, 1, False), done.stderr
     assert len(list((tmp_path / "within").iterdir())) == 4  # traces are where the variable says
-    assert "bucket_cap_mb=7 was asked for" in done.stderr
+    assert "bucket_cap_mb=7 is set" in done.stderr
     assert len(list((tmp_path / "traces").iterdir())) == 2
 
 
@@ -261,20 +261,19 @@ BAD: dict[str, tuple[tuple[str, ...], int, str]] = {
     "no command": (
         (),
         2,
-        "no command is given.\n  undertow run\n"
-        "  Write the command that starts the training after it: undertow run torchrun --nproc-per-node=2 train.py\n",
+        "no command is given.\n  Write the command that starts the training: undertow run torchrun --nproc-per-node=2 train.py\n",
     ),
     "an unknown command": (
         ("torchrunn", "x.py"),
         127,
-        "torchrunn cannot be started: No such file or directory.\n  undertow run\n"
-        "  Give the command as you would without `undertow run`.\n",
+        "torchrunn cannot be started: No such file or directory.\n"
+        "  Check the command: it must start without `undertow run` too.\n",
     ),
     "a file that is no program": (
         ("{folder}/data.txt",),
         126,
-        "{folder}/data.txt cannot be started: Permission denied.\n  undertow run\n"
-        "  Give the command as you would without `undertow run`.\n",
+        "{folder}/data.txt cannot be started: Permission denied.\n"
+        "  Check the command: it must start without `undertow run` too.\n",
     ),
     "an unknown setting": (
         ("--set", "bucket_cap=3", "python", "x.py"),
@@ -284,7 +283,7 @@ BAD: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a setting without a value": (
         ("--set", "record", "python", "x.py"),
         2,
-        "--set record gives no value.\n  undertow run\n  Write --set name=value, without spaces.\n",
+        "--set record gives no value.\n  Write --set name=value, without spaces.\n",
     ),
     "a folder that cannot be": (
         ("--out", "{folder}/data.txt", "python", "x.py"),

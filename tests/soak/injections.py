@@ -39,7 +39,10 @@ class Kind:
 
 
 # Where they change before the first step is over they are compared with what they were on no rank.
-_CHANGED = r"^the parameters have changed on rank {rank} and not on|^ranks disagree on the parameters.*'middle.weight' on rank"
+_CHANGED = (
+    r"^the parameters, or the communication hook, have changed on rank {rank}, but not on"
+    r"|^ranks disagree on the parameters.*'middle.weight' on rank"
+)
 _FAILED = r"^rank {rank} has failed: .*BadBatch: row 7|^backward failed on rank {rank}\."  # that goes on, to its close()
 _NAN = r"^the gradient of 'norm.bias' is not finite \(NaN or Inf\) on rank {rank}\."
 KINDS = {
@@ -50,7 +53,7 @@ KINDS = {
     ),
     "stopped": Kind(
         others="StallTimeout",
-        says=r"rank {rank} has not come.*rank {rank}: (stopped|no answer)",
+        says=r"rank {rank} has not arrived.*rank {rank}: (stopped|no answer)",
         exit_code=-9,
         settings={"stall_warning_s": 0.5, "stall_timeout_s": STALL_TIMEOUT_S},
         is_in_construction=False,

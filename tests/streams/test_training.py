@@ -109,12 +109,14 @@ def test_formats_are_encoded_and_decoded_in_order(strategy: str, settings: dict[
 
 @pytest.mark.parametrize("settings", [{}, {"reduction": "ordered"}, {"wire": "int8", "param_wire": "int8"}], ids=str)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-@in_ranks(2)
+@in_ranks(2, 4)
 def test_parts_that_are_whole_parameters_are_sent_in_order(strategy: str, settings: dict[str, Any]) -> None:
+    """On four ranks one has much more of a bucket than others, which travels in equal pieces."""
     with placed(layers(BLOCKS), strategy=strategy, whole=True, **settings) as it:
         train(it, width=BLOCKS)
         assert all(bucket.owners is not None for bucket in it.model.plan.buckets)
-        require_alike(it, tolerance=0.12 if "wire" in settings else 0.0)
+        in_full = 0.0 if dist.get_world_size() == 2 else 1e-6  # another order of four summands, in fp32
+        require_alike(it, tolerance=0.12 if "wire" in settings else in_full)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reduction": "ordered"}, {"wire": "bfloat16"}, {"wire": (None, "int8")}], ids=str)
@@ -569,7 +571,7 @@ def test_a_search_for_infinities_makes_the_host_wait_only_for_trailers(settings:
         num_before = len(it.checker.synchronizations)
         loss(it.model, on_device(noise(4, BLOCKS))).backward()
         assert {text.split("\n")[1].rpartition(" ")[2] for text in it.checker.synchronizations[num_before:]} <= {
-            *("TrailerCodec.read", "FactCodec.numbers", "TrailerCodec.parse"),
+            *("TrailerCodec.read", "TrailerCodec.numbers"),
         }
 
 

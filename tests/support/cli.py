@@ -8,7 +8,7 @@ from support.project import ROOT
 from support.strategies import spec
 from undertow.lab.cost import CostCurve
 from undertow.lab.profile import Profile
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.what_if import WhatIf
 from undertow.schedule import STRATEGIES
 
 EXAMPLE, MIB = ROOT / "examples" / "profiles" / "gpt2.json", 1024 * 1024

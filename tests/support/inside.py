@@ -291,16 +291,6 @@ def cloned_group() -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def posted_exchanges() -> Iterator[Exchanges]:
-    """Exchanges made of sends and receives, over a clone of the default group."""
-    group = opened_group()
-    exchanges = _exchanges_over(group)
-    yield exchanges
-    exchanges.close()
-    group.close()
-
-
-@contextlib.contextmanager
 def bytes_given_to_gloo() -> Iterator[Counter[tuple[int, ...]]]:
     """Counts the bytes of gradients that this rank sends to others by itself, by the ranks that exchange them."""
     sent, send = Counter[tuple[int, ...]](), OwnGroup.send
@@ -318,7 +308,7 @@ def gather_alone(num_bytes: int, stops: Callable[[], object] | None) -> None:
     """Gathers that many bytes of two ranks; the one that `stops` has sent its part before, and takes none."""
     group = opened_group()
     if stops is not None:
-        part, tag = torch.zeros(num_bytes, dtype=torch.uint8), (1 << 24) + 1
+        part, tag = torch.zeros(num_bytes, dtype=torch.uint8), (1 << 24) + 2
         dist.isend(part, group=group.process_group, group_dst=0, tag=tag).wait()
         dist.irecv(part, group=group.process_group, group_src=0, tag=tag)
         stops()

@@ -281,25 +281,34 @@ def hide(tensor: Tensor) -> None:
 class FakeCollectives:
     """Exchanges of parts: the results of Exchanges. `number` identifies a gather, which ranks start in any order."""
 
-    def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float) -> None:
+    def __init__(self, group: FakeGroup, config: SyncConfig, *, divisor: float, is_second: bool = False) -> None:
         self.group, self._divisor = group, divisor
         self._in_flight = 0
         _thread.rank.exchanges.add(self)
 
     def reduce_scatter(
-        self, storage: Tensor, shard: Tensor, parcel: Parcel, *, trailer: Tensor, fill: Callable[[], object] | None = None
+        self,
+        storage: Tensor,
+        shard: Tensor,
+        parcel: Parcel,
+        *,
+        trailer: Tensor,
+        parts: Sequence[range] | None = None,
+        fill: Callable[[], object] | None = None,
     ) -> Handle:
         if fill is not None:
             with torch.no_grad():
                 fill()
-        rank = self.group.rank
+        own = (parcel.parts if parts is None else parts)[self.group.rank]
 
         def take(brought: list[tuple[list[Tensor], Tensor]]) -> None:
             messages, trailers = zip(*brought, strict=True)
+            total = torch.zeros(max(part.stop for part in parcel.parts), dtype=shard.dtype)
+            for index, part in enumerate(parcel.parts):
+                if parts is not None or index == self.group.rank:
+                    parcel.add_up([of_rank[index] for of_rank in messages], index, into=total[part.start : part.stop])
             shard.zero_()
-            own = shard[: len(parcel.parts[rank])]
-            parcel.add_up([of_rank[rank] for of_rank in messages], rank, into=own)
-            own.div_(self._divisor)
+            shard[: len(own)].copy_(total[own.start : own.stop]).div_(self._divisor)
             trailer.copy_(sum(trailers))
 
         sent = _messages(parcel, storage)

@@ -35,12 +35,13 @@ if _TESTS not in _PATH.split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join([_TESTS, *filter(None, [_PATH])])
 
 
-def in_ranks(*sizes: int, is_fresh: bool = False, timeout_s: float = 60.0) -> pytest.MarkDecorator:
+def in_ranks(*sizes: int, is_fresh: bool = False, pool: str = "", timeout_s: float = 60.0) -> pytest.MarkDecorator:
     """Marks a test that runs on every rank of a group, once for each of these sizes.
 
-    Ranks stay for the tests that follow, unless a test leaves them in any state: `is_fresh` gives it ranks of its own.
+    Ranks stay for the tests that follow, unless a test leaves them in any state: `is_fresh` gives it ranks of its own. Ranks of
+    a `pool` with a name are for the tests that name it: they may keep what others would find in their way.
     """
-    return pytest.mark.in_ranks(*sizes, is_fresh=is_fresh, timeout_s=timeout_s)
+    return pytest.mark.in_ranks(*sizes, is_fresh=is_fresh, pool=pool, timeout_s=timeout_s)
 
 
 class RanksFailed(Exception):
@@ -83,18 +84,18 @@ class Ranks:
 
 class RankPools:
     def __init__(self) -> None:
-        self._of_size: dict[int, Ranks] = {}
+        self._pools: dict[tuple[int, str], Ranks] = {}
 
-    def of_size(self, num_ranks: int) -> Ranks:
-        return self._of_size.setdefault(num_ranks, Ranks(num_ranks))
+    def of_size(self, num_ranks: int, pool: str = "") -> Ranks:
+        return self._pools.setdefault((num_ranks, pool), Ranks(num_ranks))
 
-    def run(self, test: pytest.Function, num_ranks: int, *, is_fresh: bool, timeout_s: float) -> None:
+    def run(self, test: pytest.Function, num_ranks: int, *, is_fresh: bool, pool: str, timeout_s: float) -> None:
         args = [test.funcargs[name] for name in inspect.signature(test.obj).parameters]
-        with Ranks(num_ranks) if is_fresh else contextlib.nullcontext(self.of_size(num_ranks)) as ranks:
+        with Ranks(num_ranks) if is_fresh else contextlib.nullcontext(self.of_size(num_ranks, pool)) as ranks:
             ranks.run(test.obj, *args, timeout_s=timeout_s)
 
     def close(self) -> None:
-        for ranks in self._of_size.values():
+        for ranks in self._pools.values():
             ranks.close()
 
 
@@ -218,10 +219,15 @@ def _answer(connection: Connection) -> Answer:
         return Answer(failure=traceback.format_exc())
 
 
+# Groups that tests of a pool have made for all that follow.
+KEPT: set[dist.ProcessGroup] = set()
+
+
 def _run(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     value = work(*args)
     gc.collect()
-    open_groups = [group.group_desc for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    may_stay = KEPT | {dist.group.WORLD}
+    open_groups = [group.group_desc for group in dist.distributed_c10d._world.pg_map if group not in may_stay]
     if open_groups:
         raise RuntimeError(f"{work.__name__} has left process groups open: {open_groups}")
     return value

@@ -26,8 +26,9 @@ class ScriptedTrials:
 
     def __init__(self, present: Plan, candidate: Plan) -> None:
         self.present, self.before, self.candidate = present, present, candidate
-        self.done: list[Any] = []
+        self.tried: list[Any] = []
         self.are_over = False
+        self.stopped = ""
         self.times_ms: list[float] = []
 
     @property
@@ -44,10 +45,13 @@ class ScriptedTrials:
 
     def fail(self, reason: str) -> None:
         self.present = self.before
-        self.done.append(Trial(plan=self.candidate, label="the candidate", failure=reason))
+        self.tried.append(Trial(plan=self.candidate, label="the candidate", failure=reason))
 
-    def texts(self) -> tuple[str, ...]:
-        return ()
+    def drop(self) -> None:
+        """The first window runs again."""
+
+    def stop(self, reason: str) -> None:
+        self.are_over, self.stopped = True, reason
 
 
 @contextlib.contextmanager

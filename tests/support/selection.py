@@ -20,6 +20,7 @@ import torch
 from support.browser import CHROMIUM
 
 OPTION = "--no-unexpected-skips"
+_RANKS = re.compile(r"\d+ ranks")  # as conftest.py names them
 _Value = tuple[int, int, str]  # number of the parameter, place in its id, text
 
 
@@ -96,6 +97,8 @@ def require_known(config: pytest.Config) -> None:
 def without_products(items: Iterable[pytest.Item], *, together: int = 1) -> set[pytest.Item]:
     """Those with which so many values of different parameters meet in every way; first those whose meetings are all new.
 
+    The number of ranks is met by some values of the others: what depends on both has a test that says so.
+
     Of those, cases that the default runs come first: values that they have together need no case that it leaves out.
     """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -109,9 +112,9 @@ def _covering(items: list[pytest.Item], together: int) -> list[pytest.Item]:
     chosen = []
     for wanted in (all, any):
         for item in items:
-            values = _values(item)
-            meetings = list(itertools.combinations(values, min(together, len(values))))
-            if not values or wanted(meeting not in seen for meeting in meetings):
+            values, ranks = _values(item), _num_ranks(item)
+            meetings = [*itertools.combinations(values, min(together, len(values))), *((it,) for it in ranks)]
+            if not meetings or wanted(meeting not in seen for meeting in meetings):
                 chosen.append(item)
                 seen.update(meetings)
     return chosen
@@ -119,5 +122,13 @@ def _covering(items: list[pytest.Item], together: int) -> list[pytest.Item]:
 
 def _values(item: pytest.Item) -> list[_Value]:
     """The values that each parametrize mark has named: `callspec.indices` has the number of the product instead."""
-    ids = [] if (callspec := getattr(item, "callspec", None)) is None else callspec._idlist
+    ids = [it for it in _ids(item) if not _RANKS.fullmatch(it)]
     return [(number, place, value) for number, named in enumerate(ids) for place, value in enumerate(named.split(", "))]
+
+
+def _num_ranks(item: pytest.Item) -> list[_Value]:
+    return [(-1, 0, it) for it in _ids(item) if _RANKS.fullmatch(it)]
+
+
+def _ids(item: pytest.Item) -> list[str]:
+    return [] if (callspec := getattr(item, "callspec", None)) is None else callspec._idlist

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support.alike import of_all_ranks
 from support.models import CASES, Case, noise
+from support.ranks import KEPT
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 
 Parameters = dict[str, Tensor]
@@ -51,6 +52,14 @@ def mesh_of(*shape: int, names: tuple[str, ...] = ("replicate", "shard"), backen
         yield mesh
     finally:
         destroy(mesh)
+
+
+@functools.cache
+def kept_mesh(*shape: int, names: tuple[str, ...]) -> DeviceMesh:
+    """The same mesh for all tests of ranks that stay: torch caches what an operation of DTensors does, by mesh."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    KEPT.update(mesh.get_all_groups())
+    return mesh
 
 
 def destroy(mesh: DeviceMesh) -> None:

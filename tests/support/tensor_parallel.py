@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from support.sharded import mesh_of
+from support.sharded import kept_mesh
 
 WORDS, WIDTH, HEADS, LENGTH = 24, 16, 4, 6
 
@@ -105,7 +105,7 @@ def gpt(mesh: DeviceMesh | None = None, *, seed: int = 0) -> GPT:
 
 
 def mesh_of_four() -> contextlib.AbstractContextManager[DeviceMesh]:
-    return mesh_of(2, 2, names=("dp", "tp"))
+    return contextlib.nullcontext(kept_mesh(2, 2, names=("dp", "tp")))
 
 
 def tokens(step: int, replica: int) -> Tensor:

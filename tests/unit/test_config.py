@@ -129,7 +129,7 @@ CHOICES = {
             (
                 "check_replicas_every",
                 value,
-                f"check_replicas_every must be a whole number of synchronizations from 1 on, got {value!r}.\n"
+                f"check_replicas_every must be a whole number of synchronizations, at least 1, got {value!r}.\n"
                 "  SyncConfig\n  Give a number, such as 100, or leave it out for no comparison.",
             )
             for value in (0, -1, 1.5, True, "100")
@@ -271,8 +271,8 @@ def test_what_cannot_be_set_is_refused(call: Call, text: str) -> None:
 
 
 OUTER: dict[str, tuple[dict[str, Any], str]] = {
-    "every=0": ({"every": 0}, "every must be a whole number of steps from 1 on, got 0.\n  Outer\n  Write every=30."),
-    "no every": ({}, "every must be a whole number of steps from 1 on, got 0.\n  Outer\n  Write every=30."),
+    "every=0": ({"every": 0}, "every must be a whole number of steps, at least 1, got 0.\n  Outer\n  Write every=30."),
+    "no every": ({}, "every must be a whole number of steps, at least 1, got 0.\n  Outer\n  Write every=30."),
     "lr=0": ({"every": 2, "lr": 0}, "lr must be a positive number, got 0.\n  Outer\n  Write lr=0.7."),
     "momentum=1": (
         {"every": 2, "momentum": 1.0},
@@ -281,11 +281,11 @@ OUTER: dict[str, tuple[dict[str, Any], str]] = {
     "nesterov": ({"every": 2, "nesterov": 1}, "nesterov must be True or False, got 1.\n  Outer\n  Write nesterov=True."),
     "fragments=0": (
         {"every": 2, "fragments": 0},
-        'fragments must be a whole number from 1 on, or "auto", got 0.\n  Outer\n  Write fragments=4.',
+        'fragments must be a whole number of at least 1, or "auto", got 0.\n  Outer\n  Write fragments=4.',
     ),
     "delay": (
         {"every": 2, "delay": -1},
-        'delay must be a whole number of steps from 0 on, or "auto", got -1.\n  Outer\n  Write delay=1.',
+        'delay must be a whole number of steps, at least 0, or "auto", got -1.\n  Outer\n  Write delay=1.',
     ),
     "delay >= every": (
         {"every": 2, "delay": 2},

@@ -58,8 +58,8 @@ def test_an_unknown_backend_is_told_once_in_one_line(caplog: pytest.LogCaptureFi
     for backend in ("nccl2", "of another vendor", "of another vendor"):
         tell_of_unknown(backend)
     assert caplog.messages == [
-        "the backend 'of another vendor' is unknown: it is asked for sums only, and the host waits for its messages. "
-        "Known are gloo, emulated, nccl, rccl, xccl, and names that begin so."
+        "the backend 'of another vendor' is unknown: Undertow uses only its sums, and the host waits for its messages. "
+        "Known are gloo, emulated, nccl, rccl, xccl, and names that begin with them."
     ]
 
 

@@ -1,8 +1,10 @@
-"""The frames of the library in a traceback that ends a program."""
+"""The frames of the library in a traceback that ends a program, and the text for torchrun's summary."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -88,6 +90,49 @@ except KeyError:
     raise first
 """
     assert told(script, tmp_path)[-1] == HINT
+
+
+def for_torchrun(script: str, folder: Path) -> tuple[str, str, int]:
+    """The message, the text of the summary, and the time that a script with an error leaves for torchrun."""
+    told(script, folder, TORCHELASTIC_ERROR_FILE=str(folder / "error.json"))
+    message = json.loads((folder / "error.json").read_text())["message"]
+    return message["message"], message["extraInfo"]["py_callstack"], int(message["extraInfo"]["timestamp"])
+
+
+@pytest.mark.parametrize("ending", ["configured()", "raise ValueError('row 7 has no label')", "import json; json.loads('')"])
+def test_torchrun_gets_the_error_with_the_lines_of_the_script(ending: str, tmp_path: Path) -> None:
+    message, text, _ = for_torchrun(SCRIPT.replace("\nconfigured()", f"\n{ending}"), tmp_path)
+    lines = text.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert set(places(lines)) == {"script.py"}
+    assert message.partition("\n")[0] in text
+    assert HINT not in text
+
+
+@pytest.mark.parametrize("kind", ["PeerFailed", "RankLost"])
+def test_torchrun_takes_the_rank_that_failed_first_for_the_cause(kind: str, tmp_path: Path) -> None:
+    message, text, time_s = for_torchrun(f"import undertow\nraise undertow.{kind}('rank 1 is gone.', remedy='Look.')", tmp_path)
+    assert message == text == f"{kind}: rank 1 is gone.\n  Look."
+    assert time_s > time.time()  # torchrun has whole seconds only
+
+
+def test_an_error_that_torch_has_recorded_stays(tmp_path: Path) -> None:
+    script = """
+import undertow
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    undertow.SyncConfig(wire="int9")
+
+main()
+"""
+    _, text, _ = for_torchrun(script, tmp_path)
+    assert "sync_config.py" in places(text.splitlines())  # torch leaves no frame out
+
+
+def test_a_file_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
+    assert told(SCRIPT, tmp_path, TORCHELASTIC_ERROR_FILE=str(tmp_path / "nowhere" / "error.json"))[-1] == HINT
 
 
 def test_frames_of_the_library_are_left_out_of_a_traceback() -> None:

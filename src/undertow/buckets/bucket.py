@@ -109,7 +109,7 @@ class LiveBucket:
         group = shared.reducer.group
         divisor = 1 if transfer.sums_trailer else group.num_ranks
         self.trailer = TrailerCodec(
-            spec, gradients.memory.trailer, divisor=divisor, rank=group.rank, names=group.names
+            spec, gradients.memory, divisor=divisor, rank=group.rank, names=group.names
         )
         self._shared = shared
         self._is_packed = False  # by a round that only accumulates
@@ -135,9 +135,7 @@ class LiveBucket:
 
     def pack(self, not_arrived: Collection[int], *, is_discarded: bool = False) -> list[int]:
         """Moves every gradient out of `.grad`, as `BucketGradients.pack` does."""
-        unused = self.gradients.pack(not_arrived, is_discarded=is_discarded)
-        self.trailer.place(self.memory.trailer)  # the memory may be new
-        return unused
+        return self.gradients.pack(not_arrived, is_discarded=is_discarded)
 
     def pack_local(self) -> None:
         """Packs in a backward that only accumulates.
@@ -184,7 +182,7 @@ class LiveBucket:
             return frozenset()
         (values, handles), self._late_sent = self._late_sent, None
         reducer = self._shared.reducer
-        with reducer.group.waiting(f"what came late for {self.label}"):
+        with reducer.group.waiting(f"late gradients of {self.label}"):
             for handle in handles:
                 handle.wait()
         # They have no trailer, but their reduced values are the same on all ranks.
@@ -204,7 +202,6 @@ class LiveBucket:
         memory = self.memory
         self._shared.reducer.group.hardware.keep(memory.flat)  # another stream may have made it
         memory.release()
-        self.trailer.place(memory.trailer)
 
     def _keep(self, grads: Iterable[Tensor | None]) -> None:
         """Keeps gradients for the current stream."""

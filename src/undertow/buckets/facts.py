@@ -21,7 +21,9 @@ from functools import lru_cache
 from itertools import compress
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from undertow.device import Device, device_of
@@ -130,15 +132,15 @@ class FactCodec:
 
 def write_bits(into: Tensor, number: int, num_bits: int, device: Device) -> None:
     """Writes the bits of a number, lowest first."""
-    bits = _bits_of(number, num_bits)
+    bits = torch.from_numpy(bits_of(number, num_bits))
     into.copy_(bits if device.is_host else device.to_device(bits, bits.dtype))
 
 
 @lru_cache(maxsize=512)
-def _bits_of(number: int, num_bits: int) -> Tensor:
-    """Returns the bits of a number, lowest first. [num_bits] uint8, to be read only"""
+def bits_of(number: int, num_bits: int) -> NDArray[np.uint8]:
+    """Returns the bits of a number, lowest first. [num_bits], to be read only"""
     digits = f"{number:0{num_bits}b}"[::-1]
-    return torch.frombuffer(bytearray(digits, "ascii").translate(_DIGITS), dtype=torch.uint8)
+    return np.frombuffer(bytearray(digits, "ascii").translate(_DIGITS), dtype=np.uint8)
 
 
 def indices(flags: Sequence[bool]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from undertow.device import device_of
 from undertow.plan import Bucket
 from undertow.torch_private import private
 
@@ -76,13 +77,19 @@ class BucketMemory:
         self.views = [view.data for view in self.views_of(self.flat)]
         trailer = self._spec.trailer
         self.trailer = self.flat[trailer.start : trailer.stop]
+        # The same memory for numpy, which reads and writes a few elements faster than torch; None
+        # on a device, and for a dtype that numpy does not have.
+        is_on_host = device_of(self._device).is_host and not self.flat.is_meta
+        has_array = is_on_host and dtype is not torch.bfloat16
+        self.trailer_array = self.trailer.numpy() if has_array else None
         self._pointers = list(map(Tensor.data_ptr, self.views))
         self._count_uses = private.counter_of_uses(self.flat)
         self._num_uses = self._count_uses()
 
     def release(self) -> None:
-        """Frees the memory, except the parts that other code holds. It is not used any more."""
+        """Frees the memory, except the parts that other code holds. It is no longer used."""
         self.flat = self.trailer = torch.empty(0)
+        self.trailer_array = None
         self.views = []
         self._gaps = []
 
@@ -114,7 +121,7 @@ class BucketMemory:
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
             with torch.no_grad():
                 return self.pack(params, not_arrived, later=later)
-        if later is None:
+        if later is None and self._gaps:
             self.zero_gaps()
         # True if a view was given other memory, as casts do: `param.grad.data = ...`
         is_rebased = list(map(Tensor.data_ptr, self.views)) != self._pointers

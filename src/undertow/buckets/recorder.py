@@ -125,25 +125,24 @@ class Recorder:
     of the model's recorder.
     """
 
-    # Of models whose backward has begun, and no synchronization has ended.
-    in_backward: ClassVar[weakref.WeakSet[Recorder]] = weakref.WeakSet()
+    # Of models whose backward has begun, and no synchronization has ended, by id. A WeakSet would
+    # run Python code in every step.
+    in_backward: ClassVar[set[int]] = set()
 
     def __init__(self, group: OwnGroup, *, level: str) -> None:
         self.observer: Observer | None = None
         self.is_on = level != "off"
+        weakref.finalize(self, self.in_backward.discard, id(self)).atexit = False
         self._clock: HostClock | StreamClock = HostClock()
         if self.is_on and isinstance(group.hardware, Accelerator) and group.can.order_streams:
             self._clock = StreamClock(group.hardware)
+        self.mark: Callable[[], Mark] = self._clock.mark  # returns a mark of this moment
         self._rank = group.rank
         self._steps: deque[_StepMarks] = deque(maxlen=_NUM_KEPT[level])
         self._now = _StepMarks(step=0)
         self._new_gathers: dict[int, BucketMarks] = {}  # of the next step
         self._round_stop: Mark = None
         self._round_stop_s = time.perf_counter()
-
-    def mark(self) -> Mark:
-        """Returns a mark of this moment."""
-        return self._clock.mark()
 
     def us_between(self, start: Mark, stop: Mark) -> float:
         """Returns the time between two marks. On a device the host waits for the second one."""
@@ -173,7 +172,7 @@ class Recorder:
         # a second backward without a forward counts as a separate step
         if self._now.is_synchronized:
             self._step_begins(self.mark())
-        self.in_backward.add(self)
+        self.in_backward.add(id(self))
         now = self._now
         now.generation = generation
         begin = now.forwards[-1][1] if len(now.forwards) > len(now.backwards) else None
@@ -224,7 +223,7 @@ class Recorder:
 
     def round_ends(self, busy_ms: tuple[float, ...]) -> None:
         self._round_stop_s = time.perf_counter()
-        self.in_backward.discard(self)
+        self.in_backward.discard(id(self))
         now = self._now
         if now.forwards or now.backwards:
             now.busy_ms = busy_ms
@@ -310,17 +309,14 @@ class RecordedTransfer:
     ) -> None:
         self._transfer, self._recorder = transfer, recorder
         self._bucket, self._is_only = bucket, is_only
+        self.kind: OpKind = transfer.kind
         self._marks = BucketMarks(0, transfer.kind, ready=None)  # of the last reduction
-
-    @property
-    def kind(self) -> OpKind:
-        return self._transfer.kind
 
     def mark_ready(self) -> None:
         """Called when the bucket is full, before it is packed."""
         transfer = self._transfer
         self._marks = self._recorder.ready(
-            self._bucket, num_bytes=transfer.wire_bytes, kind=transfer.kind
+            self._bucket, num_bytes=transfer.wire_bytes, kind=self.kind
         )
 
     def start(self, trailer: TrailerCodec, turn: Turn) -> None:

@@ -101,7 +101,7 @@ class Reducer:
         if not tensor.is_sparse:
             if self._ordered is not None:
                 return self._ordered.all_reduce(tensor)
-            if self._averages(tensor.dtype):
+            if self.averages(tensor.dtype):
                 return self.group.all_reduce_async(tensor, dist.ReduceOp.AVG)
         tensor.div_(self.group.num_ranks)
         return self.group.all_reduce_async(tensor)
@@ -111,8 +111,11 @@ class Reducer:
         """The exchanges, if they add whole values in rank order."""
         return self.exchanges if self.config.reduction == "ordered" else None
 
-    def _averages(self, dtype: torch.dtype) -> bool:
-        """Returns True if the backend divides; one that divides last may overflow in fp16."""
+    def averages(self, dtype: torch.dtype) -> bool:
+        """Returns True if the backend divides dense tensors; one that divides last may overflow in
+        fp16."""
+        if self._ordered is not None:
+            return False
         can = self.group.can
         may_overflow = dtype is torch.float16 and not can.divide_first
         return self.config.average_in_collective and can.average and not may_overflow

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from undertow.buckets.facts import FactCodec, Facts, indices, write_bits
+from undertow.buckets.facts import FactCodec, Facts, bits_of, indices
+from undertow.buckets.memory import BucketMemory
 from undertow.device import Accelerator, device_of
 from undertow.plan import Bucket
 from undertow.plan.facts import FACTS, SIGNATURE_BITS, STEP_BITS, ranks_differ
@@ -36,31 +37,39 @@ class Reading:
 class TrailerCodec:
     """The trailer of one bucket on `rank`.
 
-    Its sum over ranks comes back divided by `divisor`.
+    It is built on the host and copied into the bucket in one piece. Its sum over ranks comes back
+    divided by `divisor`.
     """
 
     def __init__(
-        self, spec: Bucket, memory: Tensor, *, divisor: float, rank: int, names: Sequence[int]
+        self, spec: Bucket, memory: BucketMemory, *, divisor: float, rank: int, names: Sequence[int]
     ) -> None:
         trailer, start = spec.trailer, spec.trailer.start
-        self._device = device_of(memory.device)
-        self._rank = rank
-        self._used = slice(0, len(trailer.used))
-        places = {
+        num_slots, num_flags = len(trailer.used), trailer.numbers.start - start
+        self._memory = memory
+        self._device = device_of(memory.trailer.device)
+        self._rank, self._divisor = rank, divisor
+        self._used = slice(0, num_slots)
+        self._signature = slice(num_slots, num_slots + 2 * SIGNATURE_BITS)
+        self._flags = slice(0, num_flags)  # all but the numbers
+        self._places = {
             name: range(place.start - start, place.stop - start) for name, place in trailer.facts
         }
-        self._facts = FactCodec(FACTS, places, rank=rank, names=names, divisor=divisor)
-        self._mine = torch.zeros_like(memory)
-        self._mine[self._used] = 1
-        self._signature = self._mine[self._used.stop :][: 2 * SIGNATURE_BITS]
-        self._sent = self._mine[: trailer.numbers.start - start]  # all but the numbers
+        self._facts = FactCodec(FACTS, self._places, rank=rank, names=names, divisor=divisor)
+        dtype = memory.trailer.dtype
+        # numbers in float32 if numpy does not have the dtype
+        has_array = dtype is not torch.bfloat16
+        wide = dtype if has_array else torch.float32
+        self._mine = torch.zeros(trailer.stop - start, dtype=wide, device="cpu")
+        # The same memory: numpy writes a few elements faster than torch.
+        self._values = self._mine.numpy()
+        self._values[self._used] = 1
+        # The flags that come back if every rank has sent the same. A dtype in which they do not
+        # come back exactly makes a trailer unusual, which is parsed.
+        self._factor = len(names) / divisor
+        self._usual = self._values[self._flags]
         self._are_all_used = True
         self._digests: Mapping[str, int | None] = {}
-        self.place(memory)
-
-    def place(self, memory: Tensor) -> None:
-        """Moves to other memory, of the trailer's size."""
-        self._memory = memory
 
     def write(
         self, *, unused: Sequence[int], signature: int, step: int, facts: Facts | None
@@ -69,73 +78,82 @@ class TrailerCodec:
 
         `signature` comes from `signature_of`, and takes the lowest bits of `step`.
         """
-        mine = self._mine
+        values = self._values
         if unused or not self._are_all_used:
-            used = mine[self._used].fill_(1)
-            used[list(unused)] = 0
+            values[self._used] = 1
+            values[list(unused)] = 0
             self._are_all_used = not unused
         # Ranks that differ do so by a few steps. A bit that changes also changes its complement.
         signature ^= step % 2**STEP_BITS * (1 + 2**SIGNATURE_BITS)
-        write_bits(self._signature, signature, 2 * SIGNATURE_BITS, self._device)
-        if facts is None:
-            self._memory.copy_(mine)
-            return
-        numbers = {name: min(value, _LARGEST_NUMBER) for name, value in facts.numbers.items()}
-        self._facts.write_numbers(mine, numbers)
-        if facts.digests != self._digests:
-            self._digests = facts.digests
-            self._facts.write_digests(mine, facts.digests)
-        self._memory.copy_(mine)
-        # Not into `mine`: flags that are the same on all ranks must still be read.
-        self._facts.write_flags(self._memory, facts.flags)
+        values[self._signature] = bits_of(signature, 2 * SIGNATURE_BITS)
+        if facts is not None:
+            for name, number in facts.numbers.items():
+                values[self._places[name][self._rank]] = min(number, _LARGEST_NUMBER)
+            if facts.digests != self._digests:
+                self._digests = facts.digests
+                self._facts.write_digests(self._mine, facts.digests)
+        if self._factor != 1:
+            self._usual = values[self._flags] * values.dtype.type(self._factor)
+        memory, mine, device = self._memory, self._mine, self._device
+        if memory.trailer_array is not None:
+            memory.trailer_array[:] = values
+        else:
+            memory.trailer.copy_(mine if device.is_host else device.to_device(mine, mine.dtype))
+        if facts is not None and facts.flags:
+            # Not into `mine`: flags that are the same on all ranks must still be read.
+            self._facts.write_flags(memory.trailer, facts.flags)
 
     def mark_nonfinite(self, are_bad: Tensor) -> None:
         """Marks gradients with infinities or NaN, without waiting. [number of slots] bool"""
-        self._memory[self._used].masked_fill_(are_bad, math.nan)
+        self._memory.trailer[self._used].masked_fill_(are_bad, math.nan)
 
     def tell_nonfinite(self, has_any: Tensor) -> None:
         """Tells, with the last bucket, whether this rank has such gradients anywhere. [] bool"""
-        self._facts.of(self._memory, "nonfinite")[self._rank].copy_(has_any)
+        self._facts.of(self._memory.trailer, "nonfinite")[self._rank].copy_(has_any)
 
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer.
 
         None if every rank used the same parameters and none had anything to report.
         """
-        # A new view each time: a view that is kept would count as other code's use of the memory.
-        told = self._memory[: self._sent.numel()]
-        # They are equal in the usual case if the sum was divided.
-        return None if torch.equal(told, self._sent) else self.parse(told, self._sent)
+        array = self._memory.trailer_array
+        if array is not None and array[self._flags].tobytes() == self._usual.tobytes():
+            return None  # the usual case
+        flags, usual = self._memory.trailer[self._flags].cpu(), torch.from_numpy(self._usual)
+        return None if torch.equal(flags.to(usual.dtype), usual) else self.parse(flags, usual)
 
     def snapshot(self) -> Snapshot:
         """Starts to copy the reduced trailer to the host, on the current stream."""
         device = self._device
         assert isinstance(device, Accelerator)  # on the host, trailers are read at once
-        reduced = device.to_host(self._memory[: self._sent.numel()])
-        mine = device.to_host(self._sent)
-        return Snapshot(self, reduced, mine, copied=device.record())
+        reduced = device.to_host(self._memory.trailer[self._flags])
+        usual = torch.from_numpy(self._usual.copy())
+        return Snapshot(self, reduced, usual, copied=device.record())
 
-    def parse(self, reduced: Tensor, written: Tensor) -> Reading | None:
-        """Reads a reduced trailer, without its numbers, on a rank that wrote `written` there.
+    def parse(self, reduced: Tensor, usual: Tensor) -> Reading | None:
+        """Reads a reduced trailer, without its numbers, on the host. `usual` would have come back
+        if every rank had sent the same as this one.
 
-        Returns None if every rank wrote the same and none had anything to report.
+        Returns None if every rank did, and none had anything to report.
         """
         # Only zeros and ones were written.
-        if torch.equal(reduced.bool(), written.bool()) and not reduced.isnan().any():
+        if torch.equal(reduced.bool(), usual.bool()) and not reduced.isnan().any():
             return None
         are_set = (reduced != 0).tolist()
-        first = self._used.stop
         return Reading(
             used=frozenset(indices(are_set[self._used])),
-            ranks_differ=ranks_differ(are_set[first : first + 2 * SIGNATURE_BITS]),
+            ranks_differ=ranks_differ(are_set[self._signature]),
             unlike=self._facts.unlike(are_set),
             flags=self._facts.flags(are_set),
             nonfinite=frozenset(indices(reduced[self._used].isnan().tolist())),
         )
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """Waits for the device; returns the numbers of all ranks."""
-        return self._facts.numbers(self._memory, name)
+        """Waits for the device; returns the number of each rank, if none is negative."""
+        place, array = self._places[name], self._memory.trailer_array
+        told = self._memory.trailer if array is None else array
+        numbers = told[place.start : place.stop].tolist()
+        return tuple([abs(number) * self._divisor for number in numbers])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +162,7 @@ class Snapshot:
 
     codec: TrailerCodec
     reduced: Tensor  # pinned
-    mine: Tensor  # pinned
+    usual: Tensor
     copied: torch.Event
 
     def is_there(self) -> bool:
@@ -152,5 +170,5 @@ class Snapshot:
 
     def read(self) -> Reading | None:
         """Reads the trailer after the copy is complete."""
-        reading = self.codec.parse(self.reduced, self.mine)
+        reading = self.codec.parse(self.reduced, self.usual)
         return None if reading is None else replace(reading, is_overdue=True)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import ClassVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from undertow.buckets.comm_hook import CommHook, HookedBucket
@@ -98,9 +100,17 @@ class AllReduce(BucketTransfer):
         self._spec, self._memory, self._reducer = spec, memory, reducer
 
     def start(self, trailer: TrailerCodec, turn: Turn) -> None:
-        if self._reducer.finite is not None:
-            self._reducer.mark_nonfinite((self._memory.gradients,), self._spec, trailer)
-        self.handles = (self._reducer.reduce(self._memory.flat),)
+        reducer, flat = self._reducer, self._memory.flat
+        if reducer.finite is not None:
+            reducer.mark_nonfinite((self._memory.gradients,), self._spec, trailer)
+        if self._is_averaged:
+            self.handles = (reducer.group.all_reduce_async(flat, dist.ReduceOp.AVG),)
+        else:
+            self.handles = (reducer.reduce(flat),)
+
+    @cached_property
+    def _is_averaged(self) -> bool:
+        return self._reducer.averages(self._memory.flat.dtype)
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         return self._reducer.reduce_each(values)

@@ -114,10 +114,10 @@ class GradientBucket:
 
         Args:
             process_group: The ranks; the default group if None.
-            op: The operation; the bucket has its result as it is, a sum by default.
+            op: The operation; the bucket gets its result unchanged, by default the sum.
 
         Returns:
-            A handle that can be waited for, asked by `is_completed()`, and awaited.
+            A handle with `wait()` and `is_completed()`; code with asyncio can await it.
 
         Raises:
             PhaseError: If `prepare` was not called for this reduction.
@@ -175,8 +175,8 @@ class GradientBucket:
             )
             require(
                 id(gradient) not in self._held or private.is_held_by_torch(gradient),
-                f"gradient {position} of bucket {self.bucket_index} is out of date: it was the "
-                ".grad of a parameter, and is not now.",
+                f"gradient {position} of bucket {self.bucket_index} is out of date: it is no "
+                "longer the .grad of its parameter.",
                 where=f"a tensor of shape {tuple(gradient.shape)}",
                 remedy="Give the parameters instead of their gradients, or call "
                 "zero_grad(set_to_none=False).",
@@ -305,8 +305,8 @@ class GradientBucketManager:
             f"a tensor of shape {tuple(tensor.shape)} belongs to no bucket.",
             where=f"GradientBucketManager of {len(self._index_of)} tensors in {num_buckets} "
             "buckets",
-            remedy="Give the manager this very tensor when you make it (the parameter, not a "
-            "copy or its gradient).",
+            remedy="Give this tensor itself to the manager when you make it: the parameter, not "
+            "a copy or its gradient.",
         )
         return self._index_of[id(tensor)]
 
@@ -325,11 +325,11 @@ class GradientBucketManager:
         """Prepares one bucket and starts its reduction. Every rank calls this in the same order.
 
         Args:
-            index: The bucket, from 0 on.
+            index: The bucket, counted from 0.
             op: The operation over ranks.
 
         Returns:
-            A handle that can be waited for, asked by `is_completed()`, and awaited.
+            A handle with `wait()` and `is_completed()`; code with asyncio can await it.
         """
         buckets = self.buckets
         require(
@@ -349,7 +349,7 @@ class GradientBucketManager:
             op: The operation over ranks.
 
         Returns:
-            One handle of all reductions: wait for it, ask it by `is_completed()`, or await it.
+            One handle of all reductions, with `wait()` and `is_completed()`; asyncio can await it.
         """
         for bucket in self.buckets:
             bucket.prepare()

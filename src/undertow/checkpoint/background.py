@@ -1,4 +1,4 @@
-"""Saves in the background: a thread writes copies of this rank's tensors while training goes on.
+"""Saves in the background: a thread writes copies of this rank's tensors while training continues.
 
 Threads of ranks use no process group. They tell each other by files in the folder (`Statuses`).
 
@@ -27,14 +27,14 @@ _MOST_STILL_S = 300.0  # without progress of any rank, for threads that wait for
 _NICER = 15  # of Linux's 40 degrees; a degree is a fourth more time of a processor
 _RENAME_S = 1.0  # for rank 0, to give a complete folder its name
 _ENDS_LATER = (
-    "Training may go on. If the disk only is slow, wait again; else look for the reason there, and "
-    "start again from the checkpoint before."
+    "Training may continue. If the disk is only slow, wait again. If not, look for the reason "
+    "there, and start again from the previous checkpoint."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a rank has to know of a save in the background."""
+    """The facts of a background save that a rank needs."""
 
     path: Path
     token: str  # tells it from all other saves
@@ -53,7 +53,7 @@ class BackgroundSave:
     process does not end before the thread does.
 
     Args:
-        task: What the thread has to do.
+        task: The work of the thread.
         copies: The copies of this rank's files.
     """
 
@@ -95,7 +95,7 @@ class BackgroundSave:
             still_s = time.monotonic() - self._progress_s
             if still_s > self._task.limit_s:
                 return _text(
-                    f"the save in the background of {self.path} has not ended: nothing was written "
+                    f"the background save of {self.path} has not ended: nothing was written "
                     f"for {still_s:.0f} s.",
                     where=f"rank {self._task.rank} {self._does}",
                     remedy=_ENDS_LATER,
@@ -248,7 +248,7 @@ class BackgroundSave:
             still_s = time.monotonic() - self._progress_s
             if still_s > limit_s:
                 return _text(
-                    f"the save in the background of {self.path} has not ended: no rank has written "
+                    f"the background save of {self.path} has not ended: no rank has written "
                     f"anything for {still_s:.0f} s.",
                     where=f"rank {self._task.rank} {self._does}",
                     remedy=_ENDS_LATER,
@@ -258,18 +258,18 @@ class BackgroundSave:
 
     def _silent(self, rank: int) -> str:
         return _text(
-            f"the save in the background of {self.path} has failed on rank {rank}.",
+            f"the background save of {self.path} has failed on rank {rank}.",
             where=f"rank {self._task.rank}",
-            remedy="Its log has the reason. A checkpoint that was there before is still there.",
+            remedy="Its log has the reason. An earlier checkpoint is still there.",
         )
 
     def _described(self, raised: BaseException) -> str:
         if isinstance(raised, CheckpointError):
             return str(raised)
         return _text(
-            f"the save in the background of {self.path} has failed on rank {self._task.rank}.",
+            f"the background save of {self.path} has failed on rank {self._task.rank}.",
             where=f"{type(raised).__name__}: {raised}",
-            remedy="A checkpoint that was there before is still there.",
+            remedy="An earlier checkpoint is still there.",
         )
 
 

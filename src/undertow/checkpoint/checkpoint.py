@@ -61,7 +61,7 @@ def save_checkpoint(
     The first rank writes the model and the state of a plain optimizer. Of the state of a sharded
     optimizer, each rank writes its part. An earlier checkpoint at `path` is replaced only after the
     new one is complete. With outer synchronization the model's file has the global parameters, and
-    each replica's own ones, and its optimizer's state, are in separate files.
+    separate files have each replica's own parameters and optimizer state.
 
     All ranks that synchronize the model must call it; this includes a bare model under `attach`.
     Groups of ranks that train different models save to different paths. If nothing synchronizes the
@@ -85,10 +85,10 @@ def save_checkpoint(
         With `background=True` the save, to wait for; else None.
 
     Raises:
-        CheckpointError: On every rank, if saving fails on one, or if the save in the background
-            before this one has failed, or hangs, or if the name of `path` ends in ".new".
+        CheckpointError: On every rank, if saving fails on one, if the previous background save has
+            failed or hangs, or if the name of `path` ends in ".new".
         PlanMismatch: On every rank, if the ranks' optimizers have different settings.
-        ConfigError: If `keep` is not a number from 1 on.
+        ConfigError: If `keep` is not a whole number of at least 1.
     """
     _require_keep(keep)
     optimizers = _listed(optimizer)
@@ -187,7 +187,7 @@ def _require_keep(keep: object) -> None:
         keep is None or (is_number and keep >= 1),  # type: ignore[operator]  # it is a number
         f"keep={keep!r} is not a number of checkpoints.",
         where="save_checkpoint",
-        remedy="Give a number from 1 on, or leave it out to remove none.",
+        remedy="Give a whole number of at least 1, or leave it out to remove none.",
     )
 
 

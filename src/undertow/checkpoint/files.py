@@ -72,9 +72,9 @@ def folder_for_saving(path: Path) -> Path:
     """
     require(
         not path.name.endswith(".new"),
-        f"{path.name} is not a name for a checkpoint: a name with .new is of an incomplete one.",
+        f"{path.name} cannot be the name of a checkpoint: .new marks an incomplete one.",
         where=f"save_checkpoint({str(path)!r})",
-        remedy="Save to a path whose name has another end.",
+        remedy="Save to a path that does not end in .new.",
         error=CheckpointError,
     )
     require(
@@ -345,8 +345,8 @@ def broken(path: Path, how: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint cannot be loaded: {path.name} {how}.",
         where=str(path.absolute()),
-        remedy="Load another checkpoint; save_checkpoint() writes a new one whole, and replaces "
-        "the one before only then.",
+        remedy="Load another checkpoint. A save that was interrupted leaves the previous one as "
+        "it was.",
     )
 
 

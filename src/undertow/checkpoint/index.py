@@ -1,4 +1,4 @@
-"""The fields of an index, which may come from anybody: each has the type that saving gives it."""
+"""The fields of an index, from any source: each has the type that saving gives it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def why_not_an_index(index: Mapping[str, Any]) -> str:
         if name not in index:
             return f"has no {name!r}"
         if not test(index[name]):
-            return f"has {name!r} as save_checkpoint does not write it: {brief(index[name])}"
+            return f"has a {name!r} that save_checkpoint does not write: {brief(index[name])}"
     for name in index.keys() - fields.keys() - {"format", "extra"}:
         return f"has {brief(name)}, which save_checkpoint does not write"
     if "outer" in index and len(index["writers"]) != index["num_replicas"]:

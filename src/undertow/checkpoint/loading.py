@@ -54,10 +54,9 @@ class Loading:
         num_saved = len(index["optimizers"])
         require(
             len(self._optimizers) in (0, num_saved),
-            f"the number of optimizers is {len(self._optimizers)}, and {num_saved} in the "
-            "checkpoint.",
+            f"optimizers in the checkpoint: {num_saved}; given: {len(self._optimizers)}.",
             where=str(self._folder),
-            remedy="Give all of them, ordered as they were saved, or load the model alone: "
+            remedy="Give all of them, in the order of the save, or load the model alone: "
             "load_checkpoint(path, model).",
             error=CheckpointError,
         )
@@ -104,9 +103,9 @@ class Loading:
         return self._outer is not None and "outer" in self.index
 
     def _require_whole(self) -> None:
-        """Raises CheckpointError if a file is missing, damaged or too many, whoever needs it.
+        """Raises CheckpointError if a file is missing, damaged or too many.
 
-        Some rank looks at each file.
+        Some rank looks at each file, even if no rank needs it.
         """
         index, ranks = self.index, self._ranks
         for number, (name, entries) in enumerate(index["files"].items()):

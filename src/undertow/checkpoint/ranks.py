@@ -121,7 +121,7 @@ class CheckpointRanks:
             failure = CheckpointError(
                 f"it was not possible to {self.to} in {self.path}.",
                 where=f"{type(error).__name__}: {error}",
-                remedy="A checkpoint that was there before is still there.",
+                remedy="An earlier checkpoint is still there.",
             )
             told = _FAILED + str(error if isinstance(error, CheckpointError) else failure)
         of_ranks = self.from_all(told)

@@ -1,5 +1,7 @@
-"""Reads the state of an optimizer: each rank the entries of its own part, from the files that have
-them."""
+"""Reads the state of an optimizer.
+
+Each rank reads the entries of its part, from the files that have them.
+"""
 
 from __future__ import annotations
 

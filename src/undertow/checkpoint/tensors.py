@@ -1,4 +1,4 @@
-"""Writes safetensors files in parts, without Python's lock: training goes on meanwhile.
+"""Writes safetensors files in parts, without Python's lock, so training continues.
 
     size of the header, 8 bytes | header, JSON | tensors, wide dtypes first
 

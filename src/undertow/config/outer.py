@@ -36,7 +36,7 @@ class Outer:
             steps and the link.
         delay: Steps of training that hide an exchange; 0 waits for it at once. A fragment loses the
             training of its replica in them. "auto" measures, and takes a tenth of `every` at most.
-        wire: The format of differences, as `SyncConfig.wire`; None: full width.
+        wire: The format of differences, as `SyncConfig.wire`; None is full width.
         mix: The share that a replica keeps of the parameters it has, from 0 to less than 1.
 
     Raises:
@@ -60,20 +60,20 @@ class Outer:
         object.__setattr__(self, "wire", dtype_name(self.wire))
         delay = self.delay
         checks = (
-            ("every", _is_whole(self.every, least=1), "a whole number of steps from 1 on", "30"),
+            ("every", _is_whole(self.every, least=1), "a whole number of steps, at least 1", "30"),
             ("lr", 0 < as_float(self.lr) < math.inf, "a positive number", "0.7"),
             ("momentum", 0 <= as_float(self.momentum) < 1, "from 0 to less than 1", "0.9"),
             ("nesterov", type(self.nesterov) is bool, "True or False", "True"),
             (
                 "fragments",
                 self.fragments == AUTO or _is_whole(self.fragments, least=1),
-                'a whole number from 1 on, or "auto"',
+                'a whole number of at least 1, or "auto"',
                 "4",
             ),
             (
                 "delay",
                 delay == AUTO or _is_whole(delay, least=0),
-                'a whole number of steps from 0 on, or "auto"',
+                'a whole number of steps, at least 0, or "auto"',
                 "1",
             ),
             ("mix", 0 <= as_float(self.mix) < 1, "from 0 to less than 1", "0.0"),

@@ -48,14 +48,14 @@ class SyncConfig:
             within each row of a two-dimensional DeviceMesh; the rows are replicas of each other.
             None: "zero1" if there is a ShardedOptimizer, "ddp" until then.
         bucket_cap_mb: Largest bucket in MiB; None lets the library choose from the size of the
-            model. If several sizes are given, they apply to the first buckets one after another;
-            the last size holds for all that follow.
+            model. Several sizes apply to the first buckets, one each; the last size holds for all
+            buckets that follow.
         order: The expected order of gradients: "observed" (the order of rank 0's first
             backward; reverse registration until then) or "reverse" (of registration).
         plan: A plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is
             stored as text. It overrides `bucket_cap_mb`, `order` and `auto_tune`.
         auto_tune: True tries at most six other plans on real steps, after the tenth, and takes one
-            whose steps are clearly faster, by 2 % or more; then never again until parameters
+            whose steps are clearly faster, by 2 % or more. It tries again only if parameters
             change. It has no effect with shards, if `bucket_cap_mb` or `plan` is given, with
             `overlap=False`, a communication hook or `record="off"`, or under
             torch.use_deterministic_algorithms. There another plan would round differently with
@@ -74,21 +74,21 @@ class SyncConfig:
             rank 0 ("rank0") or are left alone ("off").
         reduce_dtype: "float32", "fp32" or torch.float32 accumulates and reduces gradients of 16-bit
             parameters in fp32, and `.grad` is fp32. The optimizer must accept such gradients, as a
-            ShardedOptimizer and torch's SGD do. None: in the gradients' own dtype.
-        wire: The format of gradients on their way. "bfloat16" (or "bf16") and "float16" ("fp16")
+            ShardedOptimizer and torch's SGD do. None keeps the gradients' own dtype.
+        wire: The format in which gradients are sent. "bfloat16" ("bf16") and "float16" ("fp16")
             halve the bytes of fp32; "int8" sends a byte for each element and an fp32 scale for
             each block of 512, a quarter, and rounds so that errors average out over steps. Ranks
             decode and add in fp32, in rank order, and send the mean in the same format: all ranks
             hold equal bits, under every plan. "auto" tries full width, int8 for all buckets, and
             int8 for the last ones, and keeps the fastest; it keeps full width where `auto_tune` has
-            no effect, except with `bucket_cap_mb`. None: as they are. For "hybrid" a pair is
+            no effect, except with `bucket_cap_mb`. None is full width. For "hybrid" a pair is
             possible, within rows and across them: (None, "int8"). Sparse, complex and 16-bit
             gradients travel as they are if the format has no fewer bytes, and parameters of less
             than a block in full width.
-        param_wire: The format of updated parameters on their way from a ShardedOptimizer,
-            "bfloat16" or "int8". Ranks send the difference to the values that all ranks hold, and
+        param_wire: The format in which a ShardedOptimizer sends updated parameters, "bfloat16" or
+            "int8". Ranks send the difference to the values that all ranks hold, and
             each rank keeps the exact values of its shard; so errors do not add up. A checkpoint has
-            both, if the optimizer has state. None: as they are.
+            both, if the optimizer has state. None is full width.
         ignore: Names of parameters and buffers that are left alone.
         nonfinite: The action if gradients on some rank contain NaN or Inf when an optimizer is
             about to step. "ignore" does not look for them: looking would cost a pass over every
@@ -97,8 +97,8 @@ class SyncConfig:
             is given a closure. "raise" raises NonFiniteGradient on every rank. Gradients that a
             GradScaler handles are left to it.
         check_replicas_every: Number of synchronizations between comparisons of a fingerprint of
-            every parameter over all ranks; if one differs, every rank raises ReplicaMismatch. None:
-            never.
+            every parameter over all ranks; if one differs, every rank raises ReplicaMismatch. None
+            compares none.
         stall_warning_s: Seconds of waiting after which all ranks report: the late rank, the
             operation that it is late for, and the code that it runs.
         stall_timeout_s: Seconds of waiting after which the step fails, with StallTimeout on every
@@ -109,7 +109,8 @@ class SyncConfig:
             ExpertGroup, in the same order on every rank. Not with "hybrid".
         record: "summary" (times of the last 64 steps), "full" (of every step) or "off".
         outer: An Outer, or a dict of its settings, lets replicas train alone for many steps and
-            averages the differences of their parameters; for links between sites. None: never.
+            averages the differences of their parameters, for links between sites. None averages
+            gradients in every step.
 
     Raises:
         ConfigError: For every value that cannot work.
@@ -172,7 +173,7 @@ class SyncConfig:
         every = self.check_replicas_every
         _require(
             every is None or (type(every) is int and every > 0),
-            "check_replicas_every must be a whole number of synchronizations from 1 on, got "
+            "check_replicas_every must be a whole number of synchronizations, at least 1, got "
             f"{every!r}.",
             "Give a number, such as 100, or leave it out for no comparison.",
         )

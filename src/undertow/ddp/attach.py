@@ -38,7 +38,7 @@ from undertow.ranks.transport import OwnGroup
 from undertow.sync.gradient_sync import GradientSync
 from undertow.sync.group_sync import GroupSync
 from undertow.sync.ignore import names_to_ignore
-from undertow.torch_private import private, tables
+from undertow.torch_private import private, tables, unscaling
 
 # The reasons why a parameter cannot be synchronized, with the way out. The order counts.
 _REFUSED: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
@@ -153,7 +153,7 @@ class BucketedDDPHooks:
         )
 
     def close(self) -> None:
-        """Removes the hooks from the model; gradients are not averaged any more."""
+        """Removes the hooks from the model; gradients are no longer averaged."""
         self.sync.close()
 
 
@@ -181,7 +181,7 @@ def checked(
         type(module) is not TorchDistributedDataParallel,
         "this module is wrapped already, by torch's own DistributedDataParallel.",
         where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
-        remedy="Give the bare module.",
+        remedy="Wrap the bare module once, without torch's class.",
     )
     require_settings(config)
     require_unmanaged(module, caller=caller)
@@ -335,7 +335,7 @@ class AlikeFindings(StepListener):
         # Not the parts: the synchronization ends when nothing else holds it.
         self._group, self._members = parts[0].group, [part.members for part in parts]
 
-    def unscaling_ends(self, optimizer: Optimizer, found: private.Found) -> private.Found:
+    def unscaling_ends(self, optimizer: Optimizer, found: unscaling.Found) -> unscaling.Found:
         group = self._group
         if group.num_ranks == 1:
             return found

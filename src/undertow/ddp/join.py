@@ -49,13 +49,13 @@ class UnevenInputs(Join):
             self._joinables[0]._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
     def _get_num_nonjoined_procs(self) -> int:
-        with self._hook.sync._group.waiting("what ranks that have data do next"):
+        with self._hook.sync._group.waiting("the next action of ranks with data"):
             num_active = int(super()._get_num_nonjoined_procs())  # type: ignore[no-untyped-call]
         self._hook.rescale(num_active)
         return num_active
 
     def _notify_procs_to_terminate(self) -> None:
-        with self._hook.sync._group.waiting("all ranks, to tell that the data has ended"):
+        with self._hook.sync._group.waiting("all ranks, to say that its data has ended"):
             super()._notify_procs_to_terminate()  # type: ignore[no-untyped-call]
 
 
@@ -110,7 +110,7 @@ class ShadowHook(JoinHook):
         Returns the rank that buffers follow, or None: rank 0 may have run out of data long ago.
         """
         sync, num_active = self.sync, self.sync.num_ranks
-        with sync._group.waiting("all ranks, to tell them that there is data"):
+        with sync._group.waiting("all ranks, to say that it has data"):
             work = Join.notify_join_context(joinable)
             if work is not None:
                 work.wait()

@@ -246,8 +246,8 @@ class OuterAxis:
         return parcel.dithered(self._turns.now, Rounding.OWN, rank=group.rank, device=values.device)
 
     def _trailer(self, index: int, values: Tensor) -> Tensor:
-        """Returns the numbers by which replicas find that they reduce the same module: the sums of
-        numbers and of squares are those of equal numbers only if all are equal. [4] float64"""
+        """Returns the numbers by which replicas find that they reduce the same module: sums of
+        numbers and of their squares fit together only if all numbers are equal. [4] float64"""
         numbers = [float(index), float(values.numel() % _SIZES_TOLD_APART)]
         told = [*numbers, *(number * number for number in numbers)]
         return self._group.hardware.to_device(told, torch.float64)

@@ -36,7 +36,7 @@ def stop_on_signal(
     signals has reached any rank.
 
     Never communicates: the next synchronization tells the others, and with outer synchronization
-    the next exchange. The signals do not end the process any more, as long as the model is open.
+    the next exchange. The signals no longer end the process, as long as the model is open.
     Handlers that were there before are called too. More models, and a second call, are possible.
 
         undertow.stop_on_signal(model)
@@ -93,8 +93,8 @@ class _Handler:
         self._number = number
         if earlier is None:
             warnings.warn(
-                f"an earlier handler of {_name(number)} was not installed by Python: it is not "
-                f"called any more.\n  {_WHERE}\n"
+                f"an earlier handler of {_name(number)} was not installed by Python: it is no "
+                f"longer called.\n  {_WHERE}\n"
                 "  Leave the signal out, or install that handler after it, if it calls this one.",
                 stacklevel=3,
             )

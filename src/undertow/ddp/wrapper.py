@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any, Concatenate, Never, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -210,9 +209,11 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
                 inputs, kwargs, torch.device(self.device_type, self.device_ids[0])
             )
         try:
-            with self._inside_ddp_forward() if is_cut else nullcontext():
-                # From the table: an attribute would be searched for.
-                return _call(self._modules["module"], inputs, kwargs)  # type: ignore[arg-type]
+            module: Any = self._modules["module"]  # an attribute would be searched for
+            if not is_cut:
+                return _call(module, inputs, kwargs)
+            with self._inside_ddp_forward():
+                return _call(module, inputs, kwargs)
         except RuntimeError as error:
             self.sync._own.raise_reason(error)
             raise

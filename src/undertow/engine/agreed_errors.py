@@ -27,11 +27,10 @@ def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> Phase
     has cleared on these ranks."""
     return PhaseError(
         f"`.grad` was cleared during backward on rank {', '.join(map(str, sorted(ranks)))}: a "
-        "gradient arrived, and was gone "
-        "before it could be averaged.",
+        "gradient arrived, and was gone before it could be averaged.",
         where=f"{place}, synchronization {number}",
-        remedy="Leave `.grad` alone until backward ends. Then it is the mean: copy it to another "
-        "place, or step, after backward.",
+        remedy="Leave `.grad` alone until backward ends. After backward it is the mean: copy it to "
+        "another place then, or step.",
     )
 
 
@@ -63,7 +62,7 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
         raise Desync(
             "ranks are not in the same step.",
             where="\n  ".join((where, *(f"rank {other}: {place}" for other, place in listed))),
-            remedy="Run as many synchronized backwards and optimizer steps on every rank; one "
+            remedy="Run the same number of synchronized backwards and steps on every rank. A rank "
             "without a backward calls finish().",
         )
     if any(reading.is_overdue and reading.flags.get("late") for reading in ended.found.readings):
@@ -103,8 +102,7 @@ def changed_unlike(ended: Round, group: OwnGroup, change: str) -> PlanMismatch |
     unchanged = ", ".join(str(other) for other in group.names if other not in changed)
     return PlanMismatch(
         "the parameters, or the communication hook, have changed on rank "
-        f"{', '.join(map(str, changed))} and not on rank "
-        f"{unchanged}.",
+        f"{', '.join(map(str, changed))}, but not on rank {unchanged}.",
         where=f"synchronization {ended.terms.number}, rank {group.name}{change and f': {change}'}",
         remedy=CHANGE_ALIKE,
     )
@@ -157,8 +155,8 @@ def warn_of_late_average(where: str, *, follows_forward: bool) -> None:
     if follows_forward:
         what, remedy = "all their backwards ran inside accumulate() or no_sync()", _LAST_BACKWARD
     warnings.warn(
-        f"an optimizer steps on gradients that were not averaged: {what}. They have been averaged "
-        "before the step, when no backward hides it. A norm that was clipped before was this "
+        f"an optimizer steps on gradients that were not averaged: {what}. They are averaged now, "
+        "before the step, and no backward hides that. A norm that was clipped earlier was this "
         f"rank's own.\n  {where}\n  {remedy}",
         stacklevel=2,
     )
@@ -223,7 +221,7 @@ def part_of_another(name: str) -> ConfigError:
     return ConfigError(
         "a part of this module is synchronized already.",
         where=f"parameter {name!r} belongs to an earlier attach() or DistributedDataParallel",
-        remedy="Call close() on the earlier one if it trains no more. If two models share a "
+        remedy="If the earlier one is no longer trained, call its close(). If two models share a "
         "part, wrap one module that holds both, or name the part in `ignore` of one of them.",
     )
 

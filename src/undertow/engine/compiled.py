@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from undertow.ranks.transport import OwnGroup
 from undertow.schedule import Op, OpKind, Strategy, lower_data_parallel
 from undertow.torch_private import private
 from undertow.wire import WIRES
+
+Act: TypeAlias = tuple[OpKind, Callable[[LiveBucket], object]]
 
 _LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
 _NUM_ROUNDS_READ_AT_ONCE = 2  # on a device, where the host waits for it
@@ -62,6 +65,8 @@ class CompiledPlan:
             self.snapshots += before.snapshots
             before.release_messages()
         self.is_profiling = False  # torch's profiler runs
+        self.has_formats = any(plan.wires)
+        self._is_dithered = any(wire and WIRES[wire].is_dithered for wire in plan.wires)
         self._num_rounds = 0
 
     @cached_property
@@ -106,10 +111,11 @@ class CompiledPlan:
             self.reducer.hook.begin_round()
         if self.reducer.finite is not None:
             self.reducer.finite.begin()
-        # In case no forward has. Autograd detects most parameters that were read too early.
-        self.layout.wait_for_parameters()
-        if is_synchronized and any(self.plan.wires):
-            if any(wire is not None and WIRES[wire].is_dithered for wire in self.plan.wires):
+        if self.strategy.gather is not None:
+            # In case no forward has. Autograd detects most parameters that were read too early.
+            self.layout.wait_for_parameters()
+        if is_synchronized and self.has_formats:
+            if self._is_dithered:
                 self.turns.advance(alike_on_axes(self.params))
             self.reducer.lost.begin()
         if not self.snapshots or not is_synchronized:
@@ -126,24 +132,27 @@ class CompiledPlan:
         """
         return self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
-    def run(self, kind: OpKind, act: Callable[[LiveBucket], object], bucket: LiveBucket) -> None:
-        """Calls `act(bucket)`, which is an op of this kind: it packs, sends, binds or gathers.
+    def run(self, *acts: Act, bucket: LiveBucket) -> None:
+        """Calls `function(bucket)` for each (kind, function), an op that packs, sends, binds or
+        gathers.
 
         Tests can watch ops, and torch's profiler shows them. If an op fails, all ranks learn of it:
         others wait for its message, unless it only binds.
         """
-        try:
-            if self.recorder.observer is None and not self.is_profiling:
-                act(bucket)
-            else:
-                self._run_observed(kind, act, bucket)
-        except BaseException as error:
-            if kind is not OpKind.BIND and not isinstance(error, UndertowError):
-                self.group.watch.fail(error)
-            raise
+        is_observed = self.recorder.observer is not None or self.is_profiling
+        for kind, function in acts:
+            try:
+                if is_observed:
+                    self._run_observed(kind, function, bucket)
+                else:
+                    function(bucket)
+            except BaseException as error:
+                if kind is not OpKind.BIND and not isinstance(error, UndertowError):
+                    self.group.watch.fail(error)
+                raise
 
     def _run_observed(
-        self, kind: OpKind, act: Callable[[LiveBucket], object], bucket: LiveBucket
+        self, kind: OpKind, function: Callable[[LiveBucket], object], bucket: LiveBucket
     ) -> None:
         op, observer = self._ops[kind, bucket.spec.index], self.recorder.observer
         with (
@@ -152,7 +161,7 @@ class CompiledPlan:
             else nullcontext(),
             nullcontext() if observer is None else observer(op),
         ):
-            act(bucket)
+            function(bucket)
 
     @cached_property
     def _ops(self) -> dict[tuple[OpKind, int | None], Op]:
@@ -165,11 +174,6 @@ class CompiledPlan:
     def is_completed(self) -> bool:
         """Returns True if the collectives of all buckets are complete."""
         return all(bucket.transfer.is_completed() for bucket in self.buckets)
-
-    def note_known(self) -> None:
-        """Called when a step begins: marks present tensors in `.grad` as known."""
-        for bucket in self.buckets:
-            bucket.gradients.note_known()
 
     def written(self, params: Collection[int]) -> set[int]:
         """Returns the `params` whose `.grad` was written without a gradient from autograd."""

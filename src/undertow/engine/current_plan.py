@@ -98,6 +98,7 @@ class CurrentPlan:
         self.change: Change | None = None
         self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
+        self.is_leaving = False  # it is about to rebuild
         # parameters of the plan, by id, that the last forward has found frozen or gone
         self._left: frozenset[int] = frozenset()
         self.placements = KeptPlacements(group.waiting)
@@ -219,7 +220,7 @@ class CurrentPlan:
         Ranks wait in a rebuild, and one backward may reach the models in another order on another
         rank. So the models of a rank rebuild in the order of their construction.
         """
-        return self in self._leaving and any(
+        return self.is_leaving and any(
             each._number < self._number and each.group.name == self.group.name and is_running
             for each, is_running in list(self._leaving.items())
         )
@@ -242,10 +243,12 @@ class CurrentPlan:
         self.compiled.layout.make_gradients_whole(change.named_params)
         self.note_written()
         self._leaving[self] = BackwardToken()
+        self.is_leaving = True
 
     def has_left(self) -> None:
         """Called when a rebuild has ended, with or without success."""
         self._leaving.pop(self, None)
+        self.is_leaving = False
 
     def new_params(self) -> list[tuple[str, Tensor]]:
         """Returns the module's parameters whose values the ranks have not compared or averaged."""
@@ -287,7 +290,7 @@ class CurrentPlan:
     def close(self) -> None:
         """Removes all hooks."""
         self._end_registrations()
-        self._leaving.pop(self, None)
+        self.has_left()
         self.compiled.reducer.close()
         self.hooks.close()
         self.placements.follow(())

@@ -93,8 +93,8 @@ class Engine:
     def synchronizes(self) -> bool:
         """True if a backward that runs now communicates; one that only accumulates does so if it
         adds up shards."""
-        adds_up_shards = self.current_plan.compiled.strategy.reduces_micro_batches
-        return not self.is_accumulating or adds_up_shards
+        strategy = self.current_plan.compiled.strategy
+        return not self.is_accumulating or strategy.reduces_micro_batches
 
     @property
     def follows_forward(self) -> bool:
@@ -145,9 +145,12 @@ class Engine:
         if self.checks.sent:
             self.checks.require_alike()
         current_plan.find_change_at_forward()
-        current_plan.hooks.run_last()
+        hooks = current_plan.hooks
+        if hooks.num_hooks_ever != private.num_hooks_ever():
+            hooks.run_last()
         if is_training and progress.num_forwards == 0:
-            current_plan.compiled.note_known()
+            for bucket in current_plan.compiled.buckets:
+                bucket.gradients.note_known()
         # nothing tells the end of a compiled one
         progress.forward = Forward.ENDED if is_compiled else Forward.RUNNING
         if progress.gradients is not Gradients.SOUND and not current_plan.has_result:
@@ -158,7 +161,8 @@ class Engine:
         # late.
         current_plan.group.here.thread = threading.get_ident()
         self.recorder.forward_begins()
-        progress.forward_begins(synchronizes=self.synchronizes, is_last=not self.is_accumulating)
+        is_last = not self.is_accumulating
+        progress.forward_begins(synchronizes=is_last or self.synchronizes, is_last=is_last)
 
     def forward_ends(self) -> None:
         """Called after such a forward, which may have made a layer."""
@@ -173,7 +177,7 @@ class Engine:
     def _first_gradient_arrives(self, task: int) -> None:
         """Called with the first gradient in backward `task`, and again after its round is closed;
         may begin a round."""
-        if self.rounds.is_between():
+        if self.rounds.now is None or self.rounds.is_between():
             hooks = self.current_plan.hooks
             if hooks.watched and hooks.has_thawed():
                 self._follow_thawed()
@@ -219,13 +223,15 @@ class Engine:
         """Begins a round in backward `task`, unless one is under way, with or without gradients for
         this engine."""
         is_open = self.current_plan.is_active and not self.is_closed
-        if is_open and (self.rounds.is_between()):
+        if is_open and (self.rounds.now is None or self.rounds.is_between()):
             private.require_eager_backward()
             # first: a round that is open without an end to come counts as a failed backward
             self._end.watch(task)
-            self.current_plan.find_change()  # does nothing unless something may have changed
+            current_plan, is_last = self.current_plan, not self.is_accumulating
+            if current_plan.is_stale or current_plan.change is not None:
+                current_plan.find_change()
             kind = RoundKind.REDUCE
-            if not self.synchronizes:
+            if not is_last and not self.synchronizes:
                 kind = RoundKind.ACCUMULATE
                 self.progress.accumulates(Accumulated.GRADIENTS)
             elif not (self.follows_forward or self.siblings.follow_forward):
@@ -233,7 +239,7 @@ class Engine:
                 # ranks.
                 kind = RoundKind.ACCUMULATE
                 self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
-            self.rounds.begin(kind, is_last=not self.is_accumulating)
+            self.rounds.begin(kind, is_last=is_last)
 
     def _backward_ends(self) -> None:
         """Called at the end of backward: parameters without a gradient are unused here.
@@ -257,8 +263,7 @@ class Engine:
         ending = self.rounds.now
         if ending is None or ending.stage is None:
             return
-        current_plan = self.current_plan
-        if current_plan.is_earlier_leaving:
+        if self.current_plan.is_leaving and self.current_plan.is_earlier_leaving:
             private.call_after_backward(self._wait_after_others)
             return
         try:

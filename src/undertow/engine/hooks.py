@@ -113,7 +113,7 @@ class ParamHooks:
         self._on_outside = listeners.on_outside
         self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
         self._registered: list[RemovableHandle] = []  # on `named_params`, if there are rounds
-        self._num_hooks_ever = 0
+        self.num_hooks_ever = 0  # of all code, when these hooks were last
 
     @property
     def params(self) -> list[Tensor]:
@@ -124,16 +124,16 @@ class ParamHooks:
         remove_all(self._registered)
         for param, hook in zip(self.params, self.arrivals.hooks, strict=True):
             self._registered.append(private.hook_gradients(param, hook))
-        self._num_hooks_ever = private.num_hooks_ever()
+        self.num_hooks_ever = private.num_hooks_ever()
 
     def run_last(self) -> bool:
         """Moves these hooks after newer hooks of user code, which may change a gradient.
 
         Returns True if there were any.
         """
-        if self._num_hooks_ever == private.num_hooks_ever():
+        if self.num_hooks_ever == private.num_hooks_ever():
             return False
-        self._num_hooks_ever = private.num_hooks_ever()
+        self.num_hooks_ever = private.num_hooks_ever()
         return any(list(map(private.run_last, self.params, self._registered)))
 
     def watch(self, params: Sequence[Tensor], *, may_have_arrived: bool) -> None:

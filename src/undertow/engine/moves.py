@@ -73,6 +73,8 @@ class Moves:
         current_plan = self._current_plan
         tuning = current_plan.hooks.tuning
         if tuning is None or tuning.is_over:
+            if tuning is not None:
+                tuning.has_settled = True
             return
         present = current_plan.compiled.present
         plan = tuning.round_ends(present, num_forwards=num_forwards)

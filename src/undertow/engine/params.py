@@ -27,6 +27,7 @@ from undertow.torch_private import private, tables
 
 _children_of = attrgetter("_modules")
 _is_trained = attrgetter("requires_grad")
+_device_and_dtype = attrgetter("device", "dtype")
 
 
 class _Census:
@@ -65,18 +66,16 @@ class _Census:
         except AttributeError:  # a module is gone
             return True
 
-    def _ids_of_children(self) -> list[int]:
-        return _ids(map(self._values_of, map(_children_of, map(call, self._modules))))
-
     def _now(self) -> tuple[Sequence[object], ...]:
+        children = map(self._values_of, map(_children_of, map(call, self._modules)))
         return (
-            self._ids_of_children(),
-            _ids(map(call, self._parameters)),
+            list(map(id, chain.from_iterable(children))),
+            list(map(id, chain.from_iterable(map(call, self._parameters)))),
             list(map(_is_trained, self.params)),
             list(map(Tensor.data_ptr, self._dense)),  # new dtypes and layouts need new data
-            addresses(self._distributed),
+            addresses(self._distributed) if self._distributed else (),
             # Two casts in turn may end at the same address.
-            [(param.device, param.dtype) for param in self.params[:1]],
+            list(map(_device_and_dtype, self.params[:1])),
         )
 
 
@@ -267,7 +266,7 @@ def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str
     old, new = {spec.name: spec for spec in before}, {spec.name: spec for spec in after}
     for name in (*old, *new):
         if name not in new:
-            return f"parameter {name!r} is not trained any more"
+            return f"parameter {name!r} is no longer trained"
         if name not in old:
             return f"parameter {name!r} is trained now"
         if old[name] != new[name]:
@@ -277,10 +276,6 @@ def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str
 
 def _text(spec: ParamSpec) -> str:
     return f"{spec.shape} {spec.dtype} on {spec.device}"
-
-
-def _ids(owned: Iterable[Iterable[object]]) -> list[int]:
-    return list(map(id, chain.from_iterable(owned)))
 
 
 def _accumulate_in(wide: torch.dtype, named_params: Sequence[tuple[str, Tensor]]) -> None:

@@ -6,7 +6,6 @@ Reasons: docs/design/buckets.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import repeat
@@ -173,17 +172,17 @@ class Round:
     def _keep(self, bucket: LiveBucket) -> None:
         """Packs the gradients of a backward that only accumulates; they stay on this rank."""
         self.kept.add(bucket.spec.index)
-        self.compiled.run(OpKind.PACK, self._pack_local, bucket)
-        self.compiled.run(OpKind.BIND, self._bind_local, bucket)
+        packs, binds = (OpKind.PACK, self._pack_local), (OpKind.BIND, self._bind_local)
+        self.compiled.run(packs, binds, bucket=bucket)
 
     def _send_next(self) -> None:
         compiled, bucket = self.compiled, self.compiled.buckets[self.num_sent]
         self.num_sent += 1
         compiled.group.watch.check()
-        compiled.run(OpKind.PACK, self._pack, bucket)
-        compiled.run(bucket.transfer.kind, self._launch, bucket)
+        packs, sends = (OpKind.PACK, self._pack), (bucket.transfer.kind, self._launch)
+        compiled.run(packs, sends, bucket=bucket)
         if compiled.strategy.crossing is not None:
-            compiled.run(compiled.strategy.crossing, self._launch_across, bucket)
+            compiled.run((compiled.strategy.crossing, self._launch_across), bucket=bucket)
 
     def wait(self) -> Stage | None:
         """Waits for the buckets, and binds `.grad` to them.
@@ -192,7 +191,7 @@ class Round:
         """
         if self.kind is not RoundKind.ACCUMULATE:
             for bucket in self.compiled.buckets:
-                self.compiled.run(OpKind.BIND, self._bind, bucket)
+                self.compiled.run((OpKind.BIND, self._bind), bucket=bucket)
         if self.conclude is None:
             return None
         late_buckets = self.found.late_buckets if self.found.readings else ()
@@ -224,11 +223,13 @@ class Round:
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
         hooks = self.hooks
-        self._follow_streams(bucket)
+        arrivals = None if hooks is None else hooks.arrivals.buckets[spec.index]
+        if arrivals is not None and arrivals.streams:
+            self._follow_streams(bucket)
         bucket.transfer.mark_ready()
-        has_all = hooks is not None and hooks.arrivals.buckets[spec.index].is_full
+        has_all = arrivals is not None and arrivals.is_full
         not_arrived = () if has_all else self._not_arrived(spec)
-        unused = self.found.unused[spec.index] = bucket.pack(
+        unused = self.found.unused[spec.index] = bucket.gradients.pack(
             not_arrived, is_discarded=self.has_failed or self.kind is RoundKind.RETIRE
         )
         if hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
@@ -238,7 +239,8 @@ class Round:
             self.found.taken.update(
                 param for param in gone if users_hooks(hooks.named_params[param][1])
             )
-        self.found.keeps_earlier |= bool(bucket.gradients.earlier)
+        if bucket.gradients.earlier:
+            self.found.keeps_earlier = True
         signature = signature_of(
             generation=self.compiled.generation,
             mode=self.terms.mode,
@@ -287,20 +289,21 @@ class Round:
         if not has_late and len(compiled.buckets) > 1:
             has_late = any(map(is_not, map(_gradient_of, compiled.params), repeat(None)))
         here = (compiled.reducer.group.rank,)
-        return Facts(
-            digests=self.terms.digests,
-            flags={
-                "failed": here if self.has_failed else (),
-                "taken": here if self.found.taken else (),
-                "changed": here if self.kind is RoundKind.RETIRE else (),
-                "loaded": here if self.terms.is_loaded else (),
-                "stopping": here if self.terms.is_stopping else (),
-                "late": [each.spec.index for each in compiled.buckets if each.catch_late()]
-                if has_late
-                else (),
-            },
-            numbers={"busy_ms": compiled.recorder.busy_ms()},
-        )
+        flags: dict[str, Sequence[int]] = {}
+        if self.has_failed:
+            flags["failed"] = here
+        if self.found.taken:
+            flags["taken"] = here
+        if self.kind is RoundKind.RETIRE:
+            flags["changed"] = here
+        if self.terms.is_loaded:
+            flags["loaded"] = here
+        if self.terms.is_stopping:
+            flags["stopping"] = here
+        if has_late:
+            flags["late"] = [each.spec.index for each in compiled.buckets if each.catch_late()]
+        numbers = {"busy_ms": compiled.recorder.busy_ms()}
+        return Facts(digests=self.terms.digests, flags=flags, numbers=numbers)
 
     def _bind(self, bucket: LiveBucket) -> None:
         with self.compiled.group.watch.waiting(bucket.label):
@@ -326,12 +329,10 @@ class Round:
             return None
         if bucket.spec.trailer.facts:  # the last bucket
             found.busy_ms = bucket.trailer.numbers("busy_ms")
-        # torch's name for it
-        with (
-            torch.profiler.record_function("search_unused_parameters")
-            if compiled.is_profiling
-            else nullcontext()
-        ):
+        if compiled.is_profiling:
+            with torch.profiler.record_function("search_unused_parameters"):  # torch's name for it
+                reading = bucket.trailer.read()
+        else:
             reading = bucket.trailer.read()
         if reading is not None:
             found.readings.append(reading)

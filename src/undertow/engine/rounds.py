@@ -45,6 +45,7 @@ class Rounds:
         self._current_plan, self._moves = current_plan, moves
         self._progress, self._checks = progress, checks
         self._recorder, self._end = recorder, end
+        self._is_on_mesh = current_plan.group.is_on_mesh
 
     def begin(self, kind: RoundKind, *, is_last: bool, op: str | None = None) -> None:
         """Begins a round, and starts it unless the plan is about to change.
@@ -54,7 +55,8 @@ class Rounds:
         current_plan, progress = self._current_plan, self._progress
         # A hook that user code has registered since the forward may run after Undertow's, once, on
         # the first gradient.
-        is_overtaken = current_plan.hooks.run_last()
+        hooks = current_plan.hooks
+        is_overtaken = hooks.num_hooks_ever != private.num_hooks_ever() and hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
         conclude = self._judge if is_synchronized else self._conclude_accumulation
         begun = Round(
@@ -65,10 +67,12 @@ class Rounds:
             conclude=conclude,
         )
         if is_synchronized:
-            current_plan.open_group()  # before the first round
-            self._moves.adopt_plan()  # most rounds have none
+            if not current_plan.group.is_open:
+                current_plan.open_group()  # before the first round
+            if hooks.tuning is None or not hooks.tuning.has_settled:
+                self._moves.adopt_plan()  # most rounds have none
             progress.gradients = Gradients.INCOMPLETE
-        current_plan.hooks.arrivals.reset()
+        hooks.arrivals.reset()
         self.now = begun
         self._recorder.backward_begins(generation=current_plan.compiled.generation)
         if current_plan.change is None:
@@ -79,7 +83,7 @@ class Rounds:
         current_plan, progress, checks = self._current_plan, self._progress, self._checks
         hooks, steps = current_plan.hooks, progress.steps
         is_telling = begun.kind is RoundKind.REDUCE
-        is_stopping = checks.stop.is_told
+        is_stopping = checks.stop.is_heard_of and checks.stop.is_told
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
             checks.loads.are_known
@@ -158,7 +162,9 @@ class Rounds:
         """
         current_plan, found = self._current_plan, ended.found
         self._recorder.round_ends(found.busy_ms)
-        self._checks.stop.round_ends(found)  # first: all ranks are told, also of a failed round
+        stop = self._checks.stop
+        if found.readings or stop.grace_s is not None:
+            stop.round_ends(found)  # first: all ranks are told, also of a failed round
         hooks, plan = current_plan.hooks, ended.compiled.plan
         unused = hooks.names_of(plan, found.unused) if any(found.unused.values()) else ()
         self._progress.round_ends(has_failed=ended.has_failed, is_last=ended.is_last)
@@ -167,28 +173,34 @@ class Rounds:
             hooks.arrived_before.clear()
             self._progress.is_averaged()
             current_plan.is_stale = True
-        ended.compiled.reducer.lost.round_ends()
+        if ended.compiled.has_formats:
+            ended.compiled.reducer.lost.round_ends()
         if self._checks.numbers.is_on:
             self._checks.numbers.round_ends(ended, plan)
         if found.readings or found.taken:
-            taken = ""
-            if found.taken:
-                name, param = hooks.named_params[min(found.taken)]
-                taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
-            try:
-                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
-                if found.readings:
-                    require_changed_alike(current_plan, ended)
-            except UndertowError:
-                self._forget_window()
-                raise
+            self._require_sound(ended)
         if ended.has_failed:
             self._forget_window()
             return  # it has left the other ranks already
         self._progress.gradients = Gradients.SOUND
-        if self._checks.every is not None or self._current_plan.group.is_on_mesh or found.readings:
+        if self._checks.every is not None or self._is_on_mesh or found.readings:
             self._checks.round_was_sound(ended)
-        self._moves.round_was_sound(self._progress.num_forwards_before)
+        if hooks.tuning is not None and not hooks.tuning.has_settled:
+            self._moves.round_was_sound(self._progress.num_forwards_before)
+
+    def _require_sound(self, ended: Round) -> None:
+        """Raises the error that the ranks have agreed on, if there is one."""
+        current_plan, found, taken = self._current_plan, ended.found, ""
+        if found.taken:
+            name, param = current_plan.hooks.named_params[min(found.taken)]
+            taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
+        try:
+            agreed_errors.require_sound(ended, current_plan.group, taken=taken)
+            if found.readings:
+                require_changed_alike(current_plan, ended)
+        except UndertowError:
+            self._forget_window()
+            raise
 
     def _forget_window(self) -> None:
         """Called when a round has failed.

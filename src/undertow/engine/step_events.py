@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from undertow.engine.checks import Arguments
-from undertow.torch_private import private
+from undertow.engine.nonfinite import Arguments
+from undertow.torch_private import private, unscaling
 from undertow.torch_private.module_hook import before_loads
 
 
@@ -53,7 +53,7 @@ class StepListener:
     def unscaling_begins(self, optimizer: Optimizer) -> None:
         """Called before a gradient scaler unscales the gradients of an optimizer."""
 
-    def unscaling_ends(self, optimizer: Optimizer, found: private.Found) -> private.Found:
+    def unscaling_ends(self, optimizer: Optimizer, found: unscaling.Found) -> unscaling.Found:
         """Called with the infinite gradients that a scaler has found.
 
         Returns the finding by which the scaler decides whether it skips the step.
@@ -74,7 +74,7 @@ class StepEvents:
         self._follows_ends = self._follows_loads = False
         hook = self._hook = _Hook(self)
         self._hooks.callback(register_optimizer_step_pre_hook(hook.before_step).remove)
-        self._hooks.callback(private.around_unscaling(hook.around_unscaling))
+        self._hooks.callback(unscaling.around_unscaling(hook.around_unscaling))
 
     def subscribe(self, listener: StepListener) -> None:
         self._listeners.append(listener)
@@ -122,7 +122,7 @@ class StepEvents:
         for listener in self._listeners:
             listener.unscaling_begins(optimizer)
 
-    def unscaling_ends(self, optimizer: Optimizer, found: private.Found) -> private.Found:
+    def unscaling_ends(self, optimizer: Optimizer, found: unscaling.Found) -> unscaling.Found:
         for listener in self._listeners:
             found = listener.unscaling_ends(optimizer, found)
         return found
@@ -153,7 +153,7 @@ class _Hook:
         if events is not None:
             events.step_ends(optimizer)
 
-    def around_unscaling(self, optimizer: Optimizer, unscale: private.Unscale) -> private.Found:
+    def around_unscaling(self, optimizer: Optimizer, unscale: unscaling.Unscale) -> unscaling.Found:
         events = self._events()
         if events is None:
             return unscale()

@@ -3,8 +3,9 @@ texts for the error if the digests differ."""
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, filterfalse
+from operator import attrgetter, is_
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -23,6 +24,11 @@ class GroupSettings:
 
     label: str  # "group 0 of AdamW with 'head.weight'"
     values: tuple[tuple[str, str], ...]  # each setting's name, and its value as it is compared
+    digest: int = field(init=False, compare=False)  # the same in all processes
+
+    def __post_init__(self) -> None:
+        digest = zlib.crc32(repr((self.label, self.values)).encode())
+        object.__setattr__(self, "digest", digest)
 
     def lines(self) -> list[str]:
         """Returns a text for each setting."""
@@ -30,8 +36,22 @@ class GroupSettings:
 
 
 Settings = tuple[GroupSettings, ...]
-# By optimizer, and by the number, the first and the last of a group's parameters.
-_FIRST_NAMES: WeakKeyDictionary[Optimizer, dict[tuple[int, int, int], str]] = WeakKeyDictionary()
+_digest_of = attrgetter("digest")
+
+
+@dataclass(slots=True)
+class _Known:
+    """The settings of an optimizer when it last stepped."""
+
+    # by the number, the first and the last of a group's parameters
+    first_names: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    # by a group's number and the number of its parameters, the values that its settings were made
+    # of, if these cannot change in place
+    groups: dict[tuple[int, int], tuple[list[object], GroupSettings]] = field(default_factory=dict)
+
+
+_KNOWN: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
+_NONE: tuple[list[object], None] = ([], None)
 ALONE: Settings = (GroupSettings("the model", (("stepping inside accumulate()", "True"),)),)
 
 
@@ -44,37 +64,65 @@ def settings_of(
     Leaves out tensors on devices, because the host would wait for them, and settings that only
     choose an implementation.
     """
-    kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
-    told = [name for name in getattr(optimizer, "defaults", ()) if name not in _IMPLEMENTATION]
+    known = _KNOWN.get(optimizer)
+    if known is None:
+        known = _KNOWN[optimizer] = _Known()
+    told = list(filterfalse(_IMPLEMENTATION.__contains__, getattr(optimizer, "defaults", ())))
     found: list[GroupSettings] = []
     for group in optimizer.param_groups:
         params = group["params"]
-        if not any(id(param) in trained for param in params):
+        if not any(map(trained.__contains__, map(id, params))):
             continue
-        texts = [(name, _text(group.get(name))) for name in told]
-        values = tuple((name, text) for name, text in texts if text is not None)
-        first = _first_name(optimizer, params, names)
-        found.append(GroupSettings(f"group {len(found)} of {kind} with {first!r}", values))
+        number = len(found)
+        key = number, len(params)
+        now = [params[0], params[-1], *told, *map(group.get, told)]
+        before, settings = known.groups.get(key, _NONE)
+        # Most steps have the very values of the step before: a text of each would take longer.
+        if settings is None or len(before) != len(now) or not all(map(is_, before, now)):
+            first = _first_name(known, params, names)
+            settings = _settings_of_group(optimizer, number, group, told, first)
+            known.groups.pop(key, None)
+            if all(map(_is_fixed, map(group.get, told))):
+                known.groups[key] = now, settings
+        found.append(settings)
     return tuple(found)
 
 
-def _first_name(optimizer: Optimizer, params: Sequence[Tensor], names: Mapping[int, str]) -> str:
+def _settings_of_group(
+    optimizer: Optimizer, number: int, group: Mapping[str, object], told: Iterable[str], first: str
+) -> GroupSettings:
+    """Returns the settings `told` of a group whose first parameter has this name."""
+    kind = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
+    texts = [(name, _text(group.get(name))) for name in told]
+    values = tuple((name, text) for name, text in texts if text is not None)
+    return GroupSettings(f"group {number} of {kind} with {first!r}", values)
+
+
+def _is_fixed(value: object) -> bool:
+    """Returns True if the value cannot change in place."""
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return value is None or isinstance(value, float | int | str)
+
+
+def _first_name(known: _Known, params: Sequence[Tensor], names: Mapping[int, str]) -> str:
     """Returns the name of the first of a group's parameters, in alphabetical order.
 
     Another optimizer may have a group of the same number, and the ranks may step the two in another
     order. A search for the name takes longer than all the rest, so it is kept while the group has
     as many parameters, the same first and the same last one.
     """
-    known = _FIRST_NAMES.setdefault(optimizer, {})
     key = len(params), id(params[0]), id(params[-1])
-    if key not in known:
-        known[key] = min((names[id(param)] for param in params if id(param) in names), default="?")
-    return known[key]
+    if key not in known.first_names:
+        known.first_names[key] = min(
+            (names[id(param)] for param in params if id(param) in names), default="?"
+        )
+    return known.first_names[key]
 
 
 def digest_of(settings: Settings) -> int:
     """Returns a number that is the same in all processes, in any order of the optimizers' steps."""
-    return sum(zlib.crc32(repr((each.label, each.values)).encode()) for each in settings)
+    return sum(map(_digest_of, settings))
 
 
 def text_of(settings: Settings) -> str:

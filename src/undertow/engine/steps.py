@@ -15,9 +15,9 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.config import SyncConfig
 from undertow.engine import agreed_errors
-from undertow.engine.checks import Arguments, after_closure
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import is_outermost_forward
+from undertow.engine.nonfinite import Arguments, after_closure
 from undertow.engine.progress import Accumulated, Gradients, params_of
 from undertow.engine.step_events import StepListener, has_closure
 from undertow.engine.step_settings import settings_of
@@ -32,9 +32,10 @@ class EngineSteps(StepListener):
     def __init__(self, engine: Engine, config: SyncConfig) -> None:
         self._engine, self._current_plan = engine, engine.current_plan
         self._strategy = config.strategy
+        self._takes_any = config.strategy in (None, DDP.name)  # a plain optimizer may step
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
-        if self._current_plan.is_active and is_outermost_forward():
+        if self._current_plan.is_active and (is_training or is_outermost_forward()):
             self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
 
     def forward_ends(self) -> None:
@@ -47,9 +48,10 @@ class EngineSteps(StepListener):
         params = self._params_of(optimizer)
         if params is None:
             return None
-        self._require_stepper(optimizer)
         engine, current_plan = self._engine, self._current_plan
-        is_closure_given = has_closure(args, kwargs)
+        if not self._takes_any or current_plan.shards is not None:
+            self._require_stepper(optimizer)
+        is_closure_given = (len(args) > 1 or bool(kwargs)) and has_closure(args, kwargs)
         if is_closure_given:
             self.finish_before_step(params)
         else:
@@ -94,11 +96,8 @@ class EngineSteps(StepListener):
         """
         engine, current_plan = self._engine, self._current_plan
         progress = engine.progress
-        where = f"synchronization {progress.num_rounds}, rank {current_plan.group.name}"
-        if reader is not None:
-            where = f"{reader}, {where}"
         if (engine.rounds.now is not None or progress.is_owed) and private.graph_task_id() != -1:
-            raise agreed_errors.step_within_backward(where)
+            raise agreed_errors.step_within_backward(self._place(reader))
         if engine.rounds.now is not None:
             engine.rounds.abandon()
         is_up_to_date = progress.steps.are_due_for(params) and not current_plan.members.has_new_of(
@@ -111,9 +110,10 @@ class EngineSteps(StepListener):
             current_plan.is_stale = True
             # parameters that no forward has found
             progress.is_owed |= current_plan.change is not None
-        is_needed = not (is_up_to_date and current_plan.has_result)
-        if progress.is_owed and is_needed and engine.synchronizes:
+        is_due = progress.is_owed and engine.synchronizes
+        if is_due and not (is_up_to_date and current_plan.has_result):
             is_late = reader is not None and progress.accumulated is Accumulated.GRADIENTS
+            where = self._place(reader)
             engine.run_outside_of_backward()
             if is_late:
                 self._tell_of_late_average(where, follows_forward=True)
@@ -131,7 +131,7 @@ class EngineSteps(StepListener):
         progress = engine.progress
         if not engine.meets or not self._has_own_gradients(params):
             return
-        where = f"{reader}, synchronization {progress.num_rounds}, rank {current_plan.group.name}"
+        where = self._place(reader)
         if engine.is_accumulating:
             if is_sharded:
                 raise agreed_errors.step_in_accumulation(where)
@@ -156,6 +156,12 @@ class EngineSteps(StepListener):
             self.finish_before_step(ids)
             self.average_before_step(ids, reader=reader, is_sharded=False)
 
+    def _place(self, reader: str | None) -> str:
+        """Returns the optimizer or the call, and the synchronization, for a message."""
+        number, rank = self._engine.progress.num_rounds, self._current_plan.group.name
+        where = f"synchronization {number}, rank {rank}"
+        return where if reader is None else f"{reader}, {where}"
+
     def _tell_of_late_average(self, where: str, *, follows_forward: bool) -> None:
         """Warns once of a synchronization before a step, which nothing hides.
 
@@ -177,8 +183,8 @@ class EngineSteps(StepListener):
             return False
         if progress.accumulated is Accumulated.GRADIENTS:
             return not params <= progress.stepped_alone
-        has_mean = progress.steps.are_due_for(params) and current_plan.has_result
         if progress.accumulated is Accumulated.FORWARD:  # or for a look at the loss
+            has_mean = progress.steps.are_due_for(params) and current_plan.has_result
             return not has_mean and not params <= progress.stepped_alone
         if progress.gradients is Gradients.SOUND or progress.steps.are_due_for(params):
             return False
@@ -222,7 +228,7 @@ class EngineSteps(StepListener):
         shards = self._current_plan.shards
         if shards is not None:
             shards.require_stepper(optimizer)
-        elif self._strategy not in (None, DDP.name):
+        elif not self._takes_any:
             raise PhaseError(
                 f"strategy={self._strategy!r} needs a sharded optimizer, and "
                 f"{type(optimizer).__name__} is not one.",
@@ -237,8 +243,12 @@ class EngineSteps(StepListener):
         are read."""
         engine, reader = self._engine, type(optimizer).__name__
         self.finish_before_step(params, reader=reader)
+        progress = engine.progress
+        is_sound = progress.gradients is Gradients.SOUND
+        if is_sound and progress.accumulated is Accumulated.NOTHING:
+            return  # the usual case
         self._average(optimizer, params)
-        if engine.progress.gradients is not Gradients.SOUND:
+        if progress.gradients is not Gradients.SOUND:
             self.require_sound_gradients(params, reader=reader)
 
     def _average(self, optimizer: Optimizer, params: set[int]) -> None:

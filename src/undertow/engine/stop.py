@@ -23,16 +23,16 @@ class StopRequest:
 
     def __init__(self, group: OwnGroup, *, is_of_replica: bool) -> None:
         self.is_requested = False  # on all ranks, from the same step on
-        self.is_closed = False  # nothing synchronizes the model any more
+        self.is_closed = False  # the model is no longer synchronized
         self.grace_s: float | None = None  # after a signal, if the user has told it
         self._group, self._is_of_replica = group, is_of_replica
         self._is_here = False  # a signal has arrived on this rank
-        self._is_known = False  # on any rank, as far as this one has read
+        self.is_heard_of = False  # on any rank, as far as this one knows
         self._synchronized_s = time.monotonic()
 
     def ask(self) -> None:
         """Called by a signal handler, between any two instructions of the main thread."""
-        self._is_here = True
+        self._is_here = self.is_heard_of = True
 
     def follow_grace(self, seconds: float) -> None:
         """Warns from now on if ranks could not be told within `seconds`."""
@@ -45,7 +45,7 @@ class StopRequest:
     @property
     def is_pending(self) -> bool:
         """True if this rank knows of a signal that not all ranks follow yet."""
-        return (self._is_here or self._is_known) and not self.is_requested
+        return self.is_heard_of and not self.is_requested
 
     @property
     def is_told(self) -> bool:
@@ -59,7 +59,7 @@ class StopRequest:
         self._watch_time("two synchronizations")
         if self.is_requested or not found.readings or not found.reported("stopping"):
             return
-        self._is_known = True
+        self.is_heard_of = True
         told_by = found.reported("stopping", overdue=False)
         self.is_requested = self._group.hardware.is_host or told_by == sorted(self._group.names)
 

@@ -16,7 +16,7 @@ from undertow.plan import Plan, observed, plan_in_order
 from undertow.ranks.handle import Handle
 from undertow.schedule import Arrivals
 from undertow.trace.measured import Measurements
-from undertow.tune import Trials
+from undertow.tune import Trial, Trials
 from undertow.wire import AUTO
 
 
@@ -45,20 +45,18 @@ class Tuning:
         *,
         earlier: "Tuning | None" = None,
     ) -> None:
-        config = reducer.config
-        self._wire = AUTO if config.wire == AUTO else config.plan_wire
         self.measured = Measurements()
         self.measuring: Measuring | None = None  # if steps are measured
-        self.trying: Trying | None = None  # if plans may be tried
+        self.trying: Trying | None = None  # from the first window on
         self._arrivals, self._recorder, self._reducer = arrivals, recorder, reducer
         self._order = order
         self._seen: list[int] | None = None  # parameters, as their gradients arrive in round 1
         self._order_sent: Handle | None = None  # on its way from rank 0
+        self.has_settled = False  # rounds need not ask any more: it is over, and nothing is sent
         if recorder.is_on:
             self.measuring = Measuring(arrivals, recorder, reducer.group, self.measured)
         self.num_drops: int = 0 if earlier is None else earlier.num_drops
-        if may_move(reducer) and self.num_drops < MOST_DROPS:
-            self.trying = Trying(recorder, reducer.group, self._trials_of, num_drops=self.num_drops)
+        self.will_try = may_move(reducer) and self.num_drops < MOST_DROPS  # until trials are over
         if _follows_order(reducer):
             self._seen = []
             arrivals.at_each = self._seen.append
@@ -69,7 +67,7 @@ class Tuning:
         return (
             self._seen is None
             and (self.measuring is None or self.measuring.is_over)
-            and (self.trying is None or self.trying.is_over)
+            and not self.will_try
         )
 
     @property
@@ -94,10 +92,12 @@ class Tuning:
             self._send_order(self._seen)
         if self.measuring is not None and not self.measuring.is_over:
             self.measuring.round_ends(present)
-        elif self.trying is not None and not self.trying.is_over:
-            now = present.plan
-            plan = self.trying.round_ends(now, num_forwards)
-            if plan is not None and not now.is_alike(plan.groups, plan.wires):
+        elif self.will_try:
+            if self.trying is None:
+                self.trying = self._begin(present.plan)
+            plan = self.trying.round_ends(num_forwards)
+            self.will_try = not self.trying.trials.are_over
+            if plan is not None and not present.plan.is_alike(plan.groups, plan.wires):
                 return plan
         return None
 
@@ -125,7 +125,7 @@ class Tuning:
     @property
     def is_new(self) -> bool:
         """True if the plan that `round_ends` has returned has never been in force."""
-        return self.trying is not None and self.trying.is_new
+        return self.trying is not None and self.trying.trials.is_new
 
     def forget_window(self) -> None:
         """Called when a round has failed: its window begins again."""
@@ -135,28 +135,43 @@ class Tuning:
     def cannot_try(self, rank: int) -> None:
         """Called if `rank` cannot make the buckets of the plan that was to be tried."""
         assert self.trying is not None  # it has named the plan
-        self.trying.candidate_fails(rank)
+        self.trying.trials.fail(f"rank {rank} could not make its buckets")
+        self.will_try = not self.trying.trials.are_over
 
     def lays_out(self) -> None:
         """Called when a sharded optimizer lays parameters out: another plan would come too late,
         because its state would have to move. Rank 0's order comes before the first step."""
+        self.has_settled = False
         if self.measuring is not None:
             self.measuring.lays_out()
         if self.trying is not None:
             self.trying.close()
-            self.trying = None
+        self.trying, self.will_try = None, False
 
     def close(self) -> None:
         """Ends it; measurements stay."""
-        self._end_order()
+        self._seen = None
         self._arrivals.at_each = None
-        self.measuring = None
+        self.measuring, self.will_try = None, False
         if self.trying is not None:
             self.trying.close()
             self.num_drops = self.trying.num_drops
 
+    def told(self) -> str:
+        """Returns the progress of the trials in words, or "" if there are none."""
+        if self.trying is not None:
+            return self.trying.told()
+        told = "sizes follow from the size of the model; others will be tried"
+        return told if self.will_try else ""
+
+    @property
+    def tried(self) -> Sequence[Trial]:
+        """The trials so far."""
+        return () if self.trying is None else self.trying.trials.tried
+
     def _send_order(self, seen: Sequence[int]) -> None:
-        self._end_order()
+        self._seen = None
+        self._arrivals.at_each = None
         group, params = self._reducer.group, self._arrivals.index_of
         order = torch.tensor(observed(len(params), seen), dtype=torch.int64)
         # [number of parameters]
@@ -164,23 +179,16 @@ class Tuning:
             order.to(group.device), "the order of rank 0's gradients"
         )
 
-    def _end_order(self) -> None:
-        if self._seen is not None:
-            self._seen = None
-            self._arrivals.at_each = None
-
-    def _trials_of(self, present: Plan) -> Trials:
+    def _begin(self, present: Plan) -> Trying:
         config = self._reducer.config
-        order = self._order
-        if order is None:
-            order = order_of(present)
-        return Trials(
+        trials = Trials(
             present,
-            order,
-            wire=self._wire,
+            order_of(present) if self._order is None else self._order,
+            tries_formats=config.wire == AUTO,
             keeps_buckets=config.bucket_cap_mb is not None,
             block=config.block,
         )
+        return Trying(trials, self._recorder, self._reducer.group, num_drops=self.num_drops)
 
 
 def order_of(plan: Plan) -> list[int]:
@@ -210,10 +218,10 @@ def why_fixed(reducer: Reducer, *, counts_cap: bool = True) -> str:
     reasons = (
         (reducer.group.num_ranks == 1, "a single rank has nothing to communicate"),
         (config.plan is not None, "it is pinned: SyncConfig(plan=...)"),
-        (cap is not None, f"bucket_cap_mb={cap} was asked for"),
+        (cap is not None, f"bucket_cap_mb={cap} is set"),
         (reducer.hook is not None, "a communication hook may keep state for every bucket"),
         (config.record == "off", "record='off': nothing is measured"),
-        (not config.overlap, "overlap=False: nothing is to be hidden"),
+        (not config.overlap, "overlap=False: no communication is hidden"),
         (not config.auto_tune, "auto_tune=False: sizes follow from the size of the model"),
     )
     return next((reason for applies, reason in reasons if applies), "")

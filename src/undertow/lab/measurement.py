@@ -1,5 +1,6 @@
-"""Makes the medians and the costs of collectives of measured steps, for profiles."""
+"""Makes profiles of the steps that were measured: medians, and the costs of collectives."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from undertow.lab.profile import Profile
 from undertow.lab.samples import Transfer, cost_samples
 from undertow.plan import Plan
 from undertow.trace import BucketRecord, StepRecord
-from undertow.trace.measured import NUM_TIMES, MeasuredSteps
+from undertow.trace.measured import NUM_TIMES, MeasuredSteps, Measurements
 
 _LEAST_US, _MOST_SKEW = 1e-3, 0.2
 _DIGITS, _DIGITS_OF_SHARES = 1, 4  # of microseconds in profiles: no clock is finer
@@ -26,6 +27,46 @@ class Measurement:
     profile: Profile  # medians over the steps, without costs
     # by kind of collective: bytes, microseconds
     samples: Mapping[str, tuple[tuple[float, float], ...]]
+
+
+def profile_of(
+    measurements: Measurements,
+    plan: Plan,
+    *,
+    strategy: str,
+    wire: str | None = None,
+    param_wire: str | None = None,
+) -> Profile | None:
+    """Returns the measurements as a profile under `plan`; None before there are any.
+
+    Args:
+        measurements: The steps and collectives that were measured.
+        plan: The plan in force.
+        strategy: "ddp", "zero1", "zero2" or "hybrid".
+        wire: The format of gradients, "auto" or None.
+        param_wire: The format of gathered parameters, or None.
+    """
+    samples: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    samples["all_reduce"] += measurements.all_reduces
+    profile = None
+    for steps in measurements.steps:
+        measurement = measurement_of(steps)
+        if measurement is None:
+            continue
+        profile = measurement.profile
+        for kind, pairs in measurement.samples.items():
+            samples[kind] += pairs
+    if profile is None or not measurements.is_current:
+        return None
+    return replace(
+        profile,
+        strategy=strategy,
+        wire=wire,
+        param_wire=param_wire,
+        groups=plan.groups,
+        wires=plan.wires if any(plan.wires) else None,
+        curves={kind: curve_from_samples(pairs) for kind, pairs in samples.items() if pairs},
+    )
 
 
 def measurement_of(steps: MeasuredSteps) -> Measurement | None:

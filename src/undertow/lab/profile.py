@@ -46,6 +46,10 @@ _REQUIRED = (FORMAT_FIELD, "forward_us", "backward_us", "params")
 FIELDS = (FORMAT_FIELD, *_SIMPLE, "params", "costs", "buckets", "wires")
 PARAM_FIELDS = ("name", "ready_us", "shape", "dtype", "device", "sparse", "whole")
 _REMEDY = "The command `undertow docs profiles` shows the format and an example."
+_NO_FILE = (
+    "Give a file that save_profile() has written, or the example gpt2. `undertow docs profiles` "
+    "shows the format."
+)
 _ROUNDING_US = 1.0  # two times of a step may disagree by this much, as each is rounded separately
 
 
@@ -110,8 +114,8 @@ class Profile:
                 ready_us <= self.backward_us + _ROUNDING_US,
                 f"ready_us of {path} must not be after the end of backward, got {brief(ready_us)}.",
                 where=f"backward_us is {brief(self.backward_us)}",
-                remedy="Count from the beginning of backward; a gradient that never comes has "
-                "backward_us.",
+                remedy="Count from the beginning of backward; a gradient that never arrives "
+                "has backward_us.",
             )
             require(
                 spec.name not in names,
@@ -135,6 +139,11 @@ class Profile:
         """True if its times are of a run of several ranks, so that waiting and contention are part
         of them."""
         return self.num_ranks > 1 and bool(self.curves)
+
+    @property
+    def compute_us(self) -> float:
+        """Time of a step without communication."""
+        return self.forward_us + self.backward_us + self.update_us
 
     @property
     def is_bound_by_processors(self) -> bool:
@@ -266,7 +275,7 @@ def profile_from_file(path: str | Path) -> Profile:
         contents = profile_path(path).read_bytes()
     except OSError as error:
         where = error.strerror or str(error)
-        raise ConfigError(f"{path} cannot be read.", where=where, remedy=_REMEDY) from error
+        raise ConfigError(f"{path} cannot be read.", where=where, remedy=_NO_FILE) from error
     return profile_from_json(contents, str(path))
 
 

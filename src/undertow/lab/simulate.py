@@ -20,6 +20,7 @@ from undertow.lab.planning import payload_of
 from undertow.lab.planning.timing import in_equal_parts
 from undertow.lab.profile import NUMBERS, Profile
 from undertow.plan import Bucket, Plan
+from undertow.plan.lane import Lane
 from undertow.plan.owners import totals_by_rank, update_work
 from undertow.schedule import (
     Op,
@@ -109,7 +110,7 @@ def simulate(
     The same code orders and releases ops in training. A collective starts when every rank has
     launched it and the communication stream is free. Parameters are first read at the times of
     `profile.used_us`. The update takes as long as in the profile. A bucket with one owner for each
-    parameter takes as long as one in equal parts of the largest part's size. On a mesh of two axes
+    parameter takes as long as its busiest rank exchanges bytes. On a mesh of two axes
     the cost of a reduce-scatter includes the transfer of shards across the second axis, as in
     `NodeCosts` and in measured profiles.
 
@@ -123,8 +124,8 @@ def simulate(
         param_wire: The format of gathered parameters. The plan has the formats of gradients.
 
     Returns:
-        The record of the fastest rank, which shows all waiting, for the network and for other
-        ranks; as training would have recorded it.
+        The record of a typical rank: half of the others are slower, and it waits for the network
+        and for the slowest rank; as training would have recorded it.
 
     Raises:
         ConfigError: If the plan is for another model.
@@ -133,7 +134,7 @@ def simulate(
     from undertow.schedule import ZERO1
 
     record = simulate(profile, plan, ZERO1, costs_for("25gbit", num_ranks=plan.num_ranks))
-    overlap_of(record.trace()).exposed_us
+    record.overlap().exposed_us
     ```
     """
     conditions = Conditions() if conditions is None else conditions
@@ -196,7 +197,7 @@ class _Clocks:
         self.now_us = np.zeros_like(slowness)
         self._slowness = slowness
         self._contention = contention
-        self._free_us = 0.0  # time from which the lane is free
+        self._lane = Lane()
         # Computation has lost this much to contention by these times; linear in between.
         self._times_us = array("d", [0.0])
         self._lost_us = array("d", [0.0])
@@ -220,12 +221,12 @@ class _Clocks:
 
     def send(self, us: float, *, not_before_us: float) -> float:
         """Launches a collective of duration `us` on all ranks and returns when it ends."""
-        start_us = max(self._free_us, float(self.now_us.max()), not_before_us)
-        self._free_us = start_us + us
+        ready_us = max(float(self.now_us.max()), not_before_us)
+        start_us, stop_us = self._lane.send(us, ready_us=ready_us)
         lost_us = self._lost_us[-1]
-        self._times_us.extend((start_us, self._free_us))
+        self._times_us.extend((start_us, stop_us))
         self._lost_us.extend((lost_us, lost_us + self._contention * us))
-        return self._free_us
+        return stop_us
 
 
 class _Step:
@@ -258,6 +259,7 @@ class _Step:
         )
         slowness = _slowness(plan.num_ranks, self._effects["skew"], self._profile)
         self._clocks = _Clocks(slowness, contention=self._effects["contention"])
+        self._recorded = (len(slowness) - 1) // 2  # the middle of the ranks, or all of them
         self._packed_us: dict[int, float] = {}  # by bucket
         # By kind and bucket, as the recorded rank sees them.
         self._sent: dict[str, dict[int, BucketRecord]] = {
@@ -283,7 +285,7 @@ class _Step:
         self._issue(releases.happen(releases.join))
         return StepRecord(
             step=0,
-            rank=0,
+            rank=self._recorded,
             # Ranks begin their forwards at different times, but the last bucket ends on all of them
             # at once.
             step_us=self._now_us - start_us,
@@ -298,8 +300,8 @@ class _Step:
 
     @property
     def _now_us(self) -> float:
-        """Time of the recorded rank, the fastest one."""
-        return float(self._clocks.now_us[0])
+        """Time of the recorded rank."""
+        return float(self._clocks.now_us[self._recorded])
 
     def _forward(self) -> None:
         computed_us = 0.0

@@ -12,8 +12,8 @@ from undertow.sync.gradient_sync import GradientSync
 from undertow.sync.zeroing import ZeroesWithoutReading
 
 TARGET = (
-    "Write ShardedOptimizer(torch.optim.AdamW, model, lr=...), with the wrapped model. Parameters "
-    "or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...)."
+    "Wrap the model first, then write ShardedOptimizer(torch.optim.AdamW, model, lr=...). "
+    "Parameters or groups come third: ShardedOptimizer(torch.optim.AdamW, model, groups, lr=...)."
 )
 
 ParamGroups = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -38,8 +38,7 @@ def require_arguments(cls: object, sync: GradientSync, params: ParamGroups | Non
         "ranks than the dense ones.",
         where="ShardedOptimizer",
         remedy="Make one for the model with params=[param for _, param in "
-        "sync.named_parameters()], its dense ones, and "
-        "one for each of sync.experts.",
+        "sync.named_parameters()], its dense ones, and one for each of sync.experts.",
     )
 
 

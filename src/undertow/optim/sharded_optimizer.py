@@ -58,8 +58,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         cls: A class of optimizers. LBFGS and SparseAdam cannot be sharded.
         target: The result of `attach` or `DistributedDataParallel`.
         params: Parameters or parameter groups as in torch; None takes all trained parameters.
-        whole: True lets one rank update all of a parameter, as optimizers that need whole matrices
-            want it (LAMB, Shampoo). You vouch that the update of a parameter depends on no other
+        whole: True lets one rank update all of a parameter, for optimizers that need whole
+            matrices (LAMB, Shampoo). You vouch that the update of a parameter depends on no other
             parameter, and that everything a step changes is in `state[param]`. False cuts
             parameters into equal parts: the update of an element must depend on that element alone.
             None cuts for Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop

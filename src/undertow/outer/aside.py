@@ -1,4 +1,4 @@
-"""The state from before a load, until a step shows that training goes on from that load."""
+"""The state from before a load, until a step shows that training continues from that load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Aside:
         return fragments
 
     def drop(self) -> None:
-        """Called when training goes on from the load."""
+        """Called when training continues from the load."""
         fragments = self._fragments
         self.forget()
         if fragments is not None:

@@ -74,7 +74,7 @@ def require_alike(
         f"rank {unlike} has other global parameters than the other replicas.",
         where=where,
         remedy="Load the same parameters on every rank, or call broadcast_parameters() after. A "
-        "run that goes on needs the saved state of model.outer on every rank too.",
+        "run that resumes also needs the saved state of model.outer on every rank.",
         error=ReplicaMismatch,
     )
     step = next(iter(of_ranks.values())).step

@@ -140,7 +140,7 @@ class Fragments:
         has_same = turns == self.turns
         require(
             has_same or not any(due is not None for due in state["due"]),
-            f"the state has an exchange on its way of {turns}, and this model has {self.turns}.",
+            f"the state has an unfinished exchange of {turns}, and this model has {self.turns}.",
             where="model.outer.load_state_dict(state)",
             remedy="Give the fragments and the delay of the run that has saved it.",
             error=CheckpointError,

@@ -35,7 +35,7 @@ from undertow.outer.steps import StepCounter
 from undertow.plan.fragments import Turns, layers_of
 from undertow.ranks.agreement import surroundings
 from undertow.ranks.transport import OwnGroup
-from undertow.torch_private import private, tables
+from undertow.torch_private import private, tables, unscaling
 from undertow.trace import OuterReport
 
 _of_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OuterSync]] = (
@@ -346,7 +346,7 @@ class OuterSync(StepListener):
         if self._steps.step_ends(optimizer):
             self._has_stepped()
 
-    def unscaling_ends(self, optimizer: Optimizer, found: private.Found) -> private.Found:
+    def unscaling_ends(self, optimizer: Optimizer, found: unscaling.Found) -> unscaling.Found:
         if self._steps.is_skipped(optimizer, found):
             self._begins()
             if self._steps.skip(optimizer):
@@ -468,7 +468,7 @@ class OuterSync(StepListener):
 
     def _are_global(self, values: Values) -> bool:
         """Returns True if these are the values of the global parameters, which `save_global` has
-        put into a state dict: training goes on from there, with the same outer momentum."""
+        put into a state dict: training continues from there, with the same outer momentum."""
         if self._state_dicts is None or not self._fragments.have_stepped:
             return False
         found = map(self._fragments.global_copy, self.loads.present().values())

@@ -1,4 +1,4 @@
-"""The settings with which optimizers step, which replicas compare with their exchanges."""
+"""The settings that optimizers step with. Replicas compare them in their exchanges."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StepSettings:
             del self._of_steps[step]
 
     def restart(self) -> None:
-        """Forgets all steps: every rank goes on from a saved state."""
+        """Forgets all steps: every rank continues from a saved state."""
         self.digest = 0
         self._of_steps.clear()
 

@@ -14,7 +14,7 @@ from undertow.engine.progress import params_of
 from undertow.engine.step_settings import settings_of
 from undertow.errors import PhaseError
 from undertow.outer.step_settings import StepSettings
-from undertow.torch_private import private
+from undertow.torch_private import unscaling
 
 _NUM_FORWARDS = 100  # without a step, after which a warning follows
 
@@ -100,7 +100,7 @@ class StepCounter:
         self.settings.add(settings_of(optimizer, self._trained, self.settings.names))
         return self._add(self._own(optimizer))
 
-    def is_skipped(self, optimizer: Optimizer, found: private.Found) -> bool:
+    def is_skipped(self, optimizer: Optimizer, found: unscaling.Found) -> bool:
         """Returns True if a scaler, which has `found` infinite gradients, is going to skip the step
         of this optimizer."""
         # A fused optimizer steps also then, and skips by itself. For others the scaler waits for

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from undertow.config import Outer
+from undertow.plan.lane import Lane
 from undertow.wire import AUTO
 
 MOST_FRAGMENTS = 16
 _MARGIN = 1.5  # of an exchange, because links vary
+# Periods that are timed. The rest of the first one delays the second, and the third as much.
+_PERIODS = 3
 _STEPS_FOR_DELAY = 10  # of an interval, for a step of delay: its training is overwritten
 
 
@@ -81,23 +84,40 @@ def chosen_turns(
     }
     for steps in delays:
         for count in counts:
-            if _are_hidden(times_us[count], delay=steps, every=outer.every, step_us=step_us):
+            waits_us = exposed_us(times_us[count], delay=steps, every=outer.every, step_us=step_us)
+            if waits_us == 0:
                 return Turns(fragments=count, delay=steps)
     # Without a delay every exchange is waited for, and more of them take longer.
     count = counts[-1] if delays[-1] else counts[0]
     return Turns(fragments=count, delay=delays[-1])
 
 
-def _are_hidden(times_us: Sequence[float], *, delay: int, every: int, step_us: float) -> bool:
-    """Returns True if every exchange ends before it is due, in the first two periods.
+def exposed_us(times_us: Sequence[float], *, delay: int, every: int, step_us: float) -> float:
+    """Returns the mean wait of a step for exchanges of fragments, in a steady period; 0 if all of
+    them are hidden.
 
-    The rest of one period delays the next, and the third as much as the second.
+    Args:
+        times_us: The time of an exchange, by fragment.
+        delay: Steps from the start of an exchange until it is due.
+        every: Steps between two exchanges of a fragment.
+        step_us: The time of a step without waits.
     """
-    count, free_us = len(times_us), 0.0
-    for period in range(2):
-        for index, time_us in enumerate(times_us):
-            start = period * every + offset_of(index, num_fragments=count, every=every)
-            free_us = max(free_us, start * step_us) + time_us
-            if free_us > (start + delay) * step_us:
-                return False
-    return True
+    count = len(times_us)
+    starts = [
+        period * every + offset_of(fragment, num_fragments=count, every=every)
+        for period in range(_PERIODS)
+        for fragment in range(count)
+    ]
+    # An exchange that starts after a step leaves before the step waits for one that is due.
+    begins = [(step, False, number) for number, step in enumerate(starts)]
+    dues = [(step + delay, True, number) for number, step in enumerate(starts)]
+    lane, waited_us = Lane(), 0.0
+    ends_us, waits_us = [0.0] * len(starts), [0.0] * len(starts)
+    for step, is_due, number in sorted([*begins, *dues]):
+        now_us = step * step_us + waited_us
+        if is_due:
+            waits_us[number] = max(0.0, ends_us[number] - now_us)
+            waited_us += waits_us[number]
+        else:
+            _, ends_us[number] = lane.send(times_us[number % count], ready_us=now_us)
+    return sum(waits_us[-count:]) / every

@@ -15,6 +15,7 @@ from undertow.wire import AUTO
 _MIB = 1024 * 1024
 _SMALLEST, _LARGEST = float(_MIB), 25.0 * _MIB
 _GROWTH, _GROWTH_WITH_SHARDS = 1.5, 1.2
+_CRUMB = 1 / 32  # of the bytes of a neighbor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,26 @@ def group_by_size(
     for group in last_groups:
         groups += _next_fit(params, sizes, group, (math.inf,))  # one group for each kind
     return by_last_ready(groups, order)
+
+
+def join_crumbs(params: Sequence[ParamSpec], groups: Groups) -> Groups:
+    """Returns the groups in their order, each crumb with a neighbor of its kind.
+
+    A parameter above the cap leaves the bias next to it in a separate group, whose messages take
+    more processor time than its bytes.
+    """
+    joined: list[list[int]] = []
+    num_bytes: list[int] = []
+    for group in groups:
+        size = sum(params[param].num_bytes for param in group)
+        is_alike = bool(joined) and params[joined[-1][0]].kind == params[group[0]].kind
+        if is_alike and min(size, num_bytes[-1]) <= _CRUMB * max(size, num_bytes[-1]):
+            joined[-1].extend(group)
+            num_bytes[-1] += size
+        else:
+            joined.append(list(group))
+            num_bytes.append(size)
+    return tuple(map(tuple, joined))
 
 
 def _take_last_groups(
@@ -191,6 +212,9 @@ def plan_in_order(
     total_bytes = sum(spec.num_bytes for spec in params)
     caps = _caps(config.bucket_cap_mb, total_bytes=total_bytes, has_shards=has_shards)
     groups = group_by_size(params, order, caps, num_shards=num_shards or num_ranks)
+    if has_shards and config.bucket_cap_mb is None:
+        # Their buckets are sent twice, and no trial finds larger ones.
+        groups = by_last_ready(join_crumbs(params, groups), order)
     return plan_from_groups(
         params,
         groups,

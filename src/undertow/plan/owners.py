@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 from undertow.plan.layout import Groups, ParamSpec
 
 LIMITS = (1.0, 1.02, 1.05, 1.1, 1.2)  # of a rank's load relative to the lower bound
+# Of a bucket's largest part: above it, ranks exchange equal pieces, and send the owners theirs.
+MOST_OVER_MEAN = 2
 BALANCED = 1.05  # up to this maximum load, smaller parts count more than a lower maximum
 
 
@@ -100,10 +102,11 @@ def largest_over_mean(
     *,
     num_ranks: int,
 ) -> float:
-    """Returns the bytes of a bucket's largest part over the mean of all parts, 1 for equal parts.
+    """Returns the bytes that the busiest rank exchanges of a bucket over those of equal parts.
 
-    An exchange takes as long as one in equal parts of the largest part's size. Without `owners`,
-    returns the least that any owners can have; planned ones come near it.
+    These are the largest part's over the mean. If that is above `MOST_OVER_MEAN`, they are those
+    of equal pieces, and the largest part once more, in fp32. Without `owners`, returns the least
+    that any owners can have; planned ones come near it.
     """
     sizes = [params[param].num_bytes for param in group if params[param].is_whole]
     if not sum(sizes):
@@ -111,7 +114,11 @@ def largest_over_mean(
     largest = lower_bound(sizes, num_ranks)
     if owners is not None:
         largest = max(totals_by_rank(sizes, [range(len(sizes))], [owners], num_ranks=num_ranks))
-    return largest * num_ranks / sum(sizes)
+    over_mean = largest * num_ranks / sum(sizes)
+    if over_mean <= MOST_OVER_MEAN:
+        return over_mean
+    width = 2 if params[group[0]].itemsize == 2 else 1
+    return 1.0 + width * largest / sum(sizes)
 
 
 def totals_by_rank(

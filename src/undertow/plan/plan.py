@@ -89,14 +89,18 @@ class Bucket:
         of equal length, by padding.
         """
         if self.owners is None:
-            part_numel = self.shard_numel * (num_ranks // num_shards)
-            stop = num_shards * part_numel if is_padded else self.numel
-            return equal_parts(num_shards, part_numel, stop=stop)
+            return self.equal_parts(num_shards, num_ranks=num_ranks, is_padded=is_padded)
         starts = [self.numel] * (num_shards + 1)
         for slot, owner in zip(reversed(self.slots), reversed(self.owners), strict=True):
             starts[: owner + 1] = [slot.start] * (owner + 1)
         starts[0] = 0
         return [range(*ends) for ends in pairwise(starts)]
+
+    def equal_parts(self, num_shards: int, *, num_ranks: int, is_padded: bool) -> list[range]:
+        """Returns as many parts of one length, also of a bucket whose parameters have owners."""
+        part_numel = self.shard_numel * (num_ranks // num_shards)
+        stop = num_shards * part_numel if is_padded else self.numel
+        return equal_parts(num_shards, part_numel, stop=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Answers of ranks to the question what they do, in one table, and the report that is made of it.
+"""The activity of all ranks, as they answer a query, in one table, and the report made of it.
 
-Ranks that answer alike are one entry of the table, with their ranks in runs. The table of thousands
-of ranks of which one is late has two entries, and so has its report.
+Ranks that answer alike are one entry of the table, with their ranks in runs. If one
+of thousands of ranks is late, the table has two entries, and so has its report.
 
 Ranks        a set of ranks, in few runs
 Answer       of one rank
@@ -280,7 +280,7 @@ def stall_text(answers: Answers, gone: Mapping[int, str], *, num_ranks: int) -> 
         key=lambda item: item[1].waited_s,
     )
     if late:
-        why = f"{named(late)} {'have' if len(late) > 1 else 'has'} not come"
+        why = f"{named(late)} {'have' if len(late) > 1 else 'has'} not arrived"
     else:
         waits = {key[1] for key in answers.entries}
         why = ALL_WAIT if len(waits) > 1 else ALL_WAIT_FOR_IT

@@ -13,13 +13,15 @@ Reasons: docs/design/exchanges.md.
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from undertow.plan.layout import round_up
+from undertow.plan.layout import equal_parts, round_up
+from undertow.plan.owners import MOST_OVER_MEAN
 from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.parcels import ALIGN_BYTES, Parcel, sum_in_order
 from undertow.ranks.transport import OwnGroup
@@ -35,6 +37,7 @@ class Wait:
     works: Sequence[Work]
     then: "ExchangeStage"
     is_last: bool = True  # the next stage completes the exchange
+    is_in_turn: bool = True  # all ranks start such exchanges in the same order
 
 
 ExchangeStage: TypeAlias = Callable[[], Wait | None]
@@ -52,8 +55,39 @@ class Arriving:
 
 
 @dataclass(frozen=True, slots=True)
+class Recut:
+    """Elements that ranks have in some parts, on their way to the ranks that have other parts."""
+
+    sent: Tensor  # this rank's elements
+    received: Tensor  # its elements afterwards
+    to: Sequence[range]  # of `sent`, for each rank
+    of: Sequence[range]  # of `received`, from each rank
+    works: list[Work] = field(default_factory=list)
+    group: dist.ProcessGroup | None = None  # held until they have arrived
+
+    @classmethod
+    def between(
+        cls,
+        sent: Tensor,
+        received: Tensor,
+        *,
+        rank: int,
+        before: Sequence[range],
+        after: Sequence[range],
+        over: dist.ProcessGroup | None = None,
+    ) -> "Recut":
+        """Returns the way from the parts `before` to the parts `after` of the same elements."""
+        to = [_within(before[rank], part) for part in after]
+        return cls(sent, received, to, [_within(after[rank], part) for part in before], group=over)
+
+
+@dataclass(frozen=True, slots=True)
 class Gathering:
-    """A message of each rank that goes to all ranks; the carrier sends `own` when it is written."""
+    """A message of each rank that goes to all ranks; the carrier sends `own` when it is written.
+
+    If the messages differ much in length, each rank receives an equal piece of all of them, and
+    sends it to all: `pieces` is this gather, and `recut` brings the pieces.
+    """
 
     own: Tensor  # memory for this rank's message
     messages: Sequence[Tensor]  # as they arrive
@@ -62,6 +96,8 @@ class Gathering:
     flat: Tensor | None = None  # all messages, if they lie side by side
     sizes: Sequence[int] = ()  # their elements there
     group: dist.ProcessGroup | None = None  # held until the messages have arrived
+    pieces: "Gathering | None" = None
+    recut: Recut | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +117,14 @@ class Room:
 
 
 class PostedMessages:
-    """Sends and receives. Two threads of the host post and complete them, each in order.
+    """Sends and receives. Threads of the host post and complete them, each in order.
 
     The thread that posts waits for no message over this group. Ranks may start gathers in different
     orders, for example when they step two optimizers, and would wait for each other in a circle.
     The thread that trains does not post, because it would wait for copies into the bucket, for
     encoding, and for gloo's send. That copies into the socket, or blocks while gloo reads from that
-    peer.
+    peer. Gathers in two stages end in a third thread: the thread that completes would wait for what
+    another rank sends after a message that this one would send later.
     """
 
     reads_trailers = True  # an exchange may read its trailer before it sends the rest
@@ -98,6 +135,7 @@ class PostedMessages:
         self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._posting = group.worker("undertow-posts")
         self._completing = group.worker("undertow-completes")
+        self._gathering = group.worker("undertow-gathers")
 
     def start(self, first: ExchangeStage, behind: Handle | None = None) -> Handle:
         """Starts an exchange with its first stage, when `behind` is complete."""
@@ -115,7 +153,8 @@ class PostedMessages:
             if further is None:
                 work.set_result(None)
             else:
-                self._completing.submit(self._advance, work, further)
+                thread = self._completing if further.is_in_turn else self._gathering
+                thread.submit(self._advance, work, further)
         except BaseException as error:
             work.set_exception(error)
 
@@ -211,27 +250,73 @@ class PostedMessages:
         A peer's message may be received into memory that this rank sends to it: it answers only
         after it has received that.
         """
-        taken = list[Tensor]()
-        messages = into
-        if messages is None:
-            rooms = _rooms(sizes)
-            taken = [self.take(sum(rooms), dtype)]
-            places = torch.split(taken[0], rooms)
-            messages = [place[:size] for place, size in zip(places, sizes, strict=True)]
-        return Gathering(messages[self.group.rank], messages, held=taken, group=over)
+        if into is not None:
+            return Gathering(into[self.group.rank], into, group=over)
+        rooms = _rooms(sizes)
+        memory = self.take(sum(rooms), dtype)
+        places = torch.split(memory, rooms)
+        messages = [place[:size] for place, size in zip(places, sizes, strict=True)]
+        gathering = Gathering(messages[self.group.rank], messages, held=[memory], group=over)
+        return self._in_pieces(gathering, memory, _adjacent(rooms))
 
     def prepare_parts(
         self, flat: Tensor, parts: Sequence[range], *, over: dist.ProcessGroup | None
     ) -> Gathering:
-        """Prepares to gather the parts of a tensor that has this rank's own."""
-        sizes = list(map(len, parts))
-        messages = torch.split(flat[: parts[-1].stop], sizes)
-        return self.prepare(sizes, flat.dtype, into=messages, over=over)
+        """Prepares to gather the parts of a tensor that has this rank's own.
+
+        If they differ much, the tensor has room for as many equal pieces as ranks.
+        """
+        whole = flat[: parts[-1].stop]
+        messages = torch.split(whole, list(map(len, parts)))
+        gathering = Gathering(messages[self.group.rank], messages, group=over)
+        return self._in_pieces(gathering, whole, parts)
+
+    def _in_pieces(self, gathering: Gathering, flat: Tensor, places: Sequence[range]) -> Gathering:
+        """Has messages that lie at these places of `flat` travel in equal pieces, if they differ
+        much.
+
+        A piece arrives in place, also where this rank's message lies, which it has sent by then.
+        """
+        if not are_uneven(places):
+            return gathering
+        rank, over = self.group.rank, gathering.group
+        pieces = equal_parts(len(places), -(-flat.numel() // len(places)), stop=flat.numel())
+        messages = [flat[piece.start : piece.stop] for piece in pieces]
+        own = flat[places[rank].start : places[rank].stop]
+        recut = Recut.between(
+            own, messages[rank], rank=rank, before=places, after=pieces, over=over
+        )
+        return replace(
+            gathering, pieces=Gathering(messages[rank], messages, group=over), recut=recut
+        )
 
     def receive(self, gathering: Gathering, tag: int) -> None:
-        """Posts the receives of a gather, after those of messages that arrive earlier."""
+        """Posts the receives of a gather, after those of messages that arrive earlier.
+
+        Pieces of messages use the next tag too.
+        """
+        if gathering.pieces is not None and gathering.recut is not None:
+            self.expect_recut(gathering.recut, tag)
+            self.receive(gathering.pieces, tag + 1)
+            return
         group = gathering.group or self.group.process_group
         gathering.works.extend(self.group.receive(gathering.messages, tag, group))
+
+    def expect_recut(self, recut: Recut, tag: int) -> None:
+        """Posts the receives of elements that ranks have in other parts."""
+        places = [recut.received[part.start : part.stop] for part in recut.of]
+        group = recut.group or self.group.process_group
+        recut.works.extend(self.group.receive(places, tag, group))
+
+    def send_recut(self, recut: Recut, tag: int) -> None:
+        """Sends this rank's elements to the ranks whose parts have them."""
+        rank = self.group.rank
+        places = [recut.sent[part.start : part.stop] for part in recut.to]
+        kept = recut.received[recut.of[rank].start : recut.of[rank].stop]
+        if kept.data_ptr() != places[rank].data_ptr():
+            kept.copy_(places[rank])
+        group = recut.group or self.group.process_group
+        recut.works.extend(self.group.send(places, tag, group))
 
     def send_to_all(self, gathering: Gathering, tag: int) -> None:
         """Sends this rank's message of a gather."""
@@ -259,6 +344,7 @@ class PostedMessages:
         """Ends the threads after their last tasks."""
         self._posting.shutdown()
         self._completing.shutdown()
+        self._gathering.shutdown()
 
 
 class BackendCollectives:
@@ -358,19 +444,42 @@ class BackendCollectives:
     ) -> Gathering:
         rooms, rank = _rooms(sizes), self.group.rank
         own = self.take(rooms[rank], dtype).zero_()
-        flat = self.take(sum(rooms), dtype)
-        messages = [room[:size] for room, size in zip(torch.split(flat, rooms), sizes, strict=True)]
-        return Gathering(own, messages, held=[flat], flat=flat, sizes=rooms)
+        flat = self.take(round_up(sum(rooms), len(rooms)), dtype)
+        places = _adjacent(rooms)
+        messages = [flat[place.start :][:size] for place, size in zip(places, sizes, strict=True)]
+        gathering = Gathering(own, messages, held=[flat], flat=flat[: sum(rooms)], sizes=rooms)
+        return self._in_pieces(gathering, flat, places)
 
     def prepare_parts(
         self, flat: Tensor, parts: Sequence[range], *, over: dist.ProcessGroup | None
     ) -> Gathering:
         part = parts[self.group.rank]
         own, sizes = flat[part.start : part.stop], list(map(len, parts))
-        return Gathering(own, [], flat=flat[: parts[-1].stop], sizes=sizes)
+        gathering = Gathering(own, [], flat=flat[: parts[-1].stop], sizes=sizes)
+        return self._in_pieces(gathering, flat, parts)
+
+    def _in_pieces(self, gathering: Gathering, flat: Tensor, places: Sequence[range]) -> Gathering:
+        if not are_uneven(places):
+            return gathering
+        numel, rank = flat.numel() // len(places), self.group.rank
+        pieces = equal_parts(len(places), numel, stop=flat.numel())
+        # Apart from `flat`: a backend may read and write at once. Zeros behind the last message.
+        own = self.take(numel, flat.dtype).zero_()
+        recut = Recut.between(gathering.own, own, rank=rank, before=places, after=pieces)
+        gathering.held.append(gathering.own)
+        whole = Gathering(own, [], flat=flat, sizes=[numel] * len(places))
+        return replace(gathering, pieces=whole, recut=recut)
 
     def receive(self, gathering: Gathering, tag: int) -> None:
         """Does nothing: the collective that sends also receives."""
+
+    def expect_recut(self, recut: Recut, tag: int) -> None:
+        """Does nothing: the collective that sends also receives."""
+
+    def send_recut(self, recut: Recut, tag: int) -> None:
+        to, of = (list(map(len, parts)) for parts in (recut.to, recut.of))
+        received, sent = recut.received[: sum(of)], recut.sent[: sum(to)]
+        recut.works.append(self.group.exchange(received, sent, of, to))
 
     def send_to_all(self, gathering: Gathering, tag: int) -> None:
         sent, sizes, flat = gathering.own, list(gathering.sizes), gathering.flat
@@ -412,6 +521,26 @@ def _spread(tensor: Tensor, num_ranks: int, *, first: int) -> list[Tensor]:
     turn = first // 4 * len(parts) % num_ranks
     parts += [tensor[:0]] * (num_ranks - len(parts))
     return parts[-turn:] + parts[:-turn] if turn else parts
+
+
+def are_uneven(parts: Sequence[range]) -> bool:
+    """Returns True if the largest part is so large that its rank would send, receive and hold more
+    than twice as much as the mean rank."""
+    sizes = list(map(len, parts))
+    return max(sizes) * len(sizes) > MOST_OVER_MEAN * sum(sizes)
+
+
+def _adjacent(sizes: Sequence[int]) -> list[range]:
+    """Returns ranges of these sizes, side by side from 0 on."""
+    stops = list(accumulate(sizes))
+    return [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+
+
+def _within(part: range, other: range) -> range:
+    """Returns the elements of `part` that are in `other` too, counted from the start of `part`."""
+    start = min(max(part.start, other.start), part.stop)
+    stop = max(start, min(part.stop, other.stop))
+    return range(start - part.start, stop - part.start)
 
 
 def _wait_for(works: Sequence[Work]) -> None:

@@ -20,7 +20,15 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.plan.layout import equal_parts
-from undertow.ranks.carriers import BackendCollectives, Carrier, PostedMessages, Room, Wait
+from undertow.ranks.carriers import (
+    BackendCollectives,
+    Carrier,
+    Gathering,
+    PostedMessages,
+    Recut,
+    Room,
+    Wait,
+)
 from undertow.ranks.handle import Handle, Task
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
@@ -30,15 +38,19 @@ _NUM_EXCHANGES = 1 << 16  # far more than may be in flight
 
 
 class Exchanges:
-    """Exchanges over the group of `carrier`. `divisor` is the divisor of means."""
+    """Exchanges over the group of `carrier`. `divisor` is the divisor of means.
 
-    def __init__(self, carrier: Carrier, *, divisor: float) -> None:
+    The second ones over a group (`is_second`) have other tags, and the gathers.
+    """
+
+    def __init__(self, carrier: Carrier, *, divisor: float, is_second: bool = False) -> None:
         self.group = carrier.group
         self.carrier = carrier
         self._divisor = divisor
         # An exchange sends messages of up to four kinds: parts and their means, and the same of
         # the trailer.
-        self._tags = cycle(range(0, 4 * _NUM_EXCHANGES, 4))
+        first = 4 * _NUM_EXCHANGES * is_second
+        self._tags = cycle(range(first, first + 4 * _NUM_EXCHANGES, 4))
 
     def reduce_scatter(
         self,
@@ -47,6 +59,7 @@ class Exchanges:
         parcel: Parcel,
         *,
         trailer: Tensor,
+        parts: Sequence[range] | None = None,
         fill: Task | None = None,
     ) -> Handle:
         """Starts to write the mean over ranks of this rank's part of `storage` into `shard`.
@@ -56,38 +69,56 @@ class Exchanges:
 
         storage: has the parts of `parcel`. `trailer` becomes its sum over ranks on every rank.
         shard: of `accumulation_dtype(storage.dtype)`; a shorter part leaves zeros at its end.
+        parts: of ranks, if they are not those of `parcel`: each rank adds up its part of `parcel`,
+            and sends the means on to the ranks whose parts have them.
         """
         carrier, rank, tag = self.carrier, self.group.rank, next(self._tags)
-        num_own = len(parcel.parts[rank])
-        own = shard[:num_own]
+        num_own = len((parcel.parts if parts is None else parts)[rank])
 
         def post() -> Wait:
             if fill is not None:
                 fill()
+            recut = self._recut(shard[:num_own], parcel, parts)
+            own = shard[:num_own] if recut is None else recut.sent
             summands = carrier.scatter(storage, own, parcel, tag)
             # Separate messages: combining the two would halve their number but require adjacent
             # memory.
             flags = carrier.start_sum(trailer, tag + 2)
+            if recut is not None:
+                carrier.expect_recut(recut, tag + 1)
             carrier.expect_sum(flags, tag + 3)
 
             def add_up() -> Wait | None:
-                shared = carrier.share_sum(flags, tag + 3)
+                further = carrier.share_sum(flags, tag + 3)
                 parcel.add_up(summands.messages, rank, into=own)
                 carrier.give_back(summands.held)
                 if self._divisor != 1:
                     own.div_(self._divisor)
+                if recut is not None:
+                    carrier.send_recut(recut, tag + 1)
+                    further.extend(recut.works)
                 shard[num_own:].zero_()
-                if shared:
-                    return Wait(shared, finish)
+                if further:
+                    return Wait(further, finish)
                 finish()
                 return None
 
             def finish() -> None:
+                if recut is not None:
+                    carrier.give_back([recut.sent])
                 carrier.finish_sum(trailer, flags)
 
-            return Wait([*summands.works, *flags.works], add_up)
+            return Wait([*summands.works, *flags.works], add_up, is_last=recut is None)
 
         return carrier.start(post)
+
+    def _recut(self, into: Tensor, parcel: Parcel, parts: Sequence[range] | None) -> Recut | None:
+        """Returns the way from means of the parcel's parts, in new memory, to this rank's part."""
+        if parts is None:
+            return None
+        rank = self.group.rank
+        means = self.carrier.take(len(parcel.parts[rank]), into.dtype)
+        return Recut.between(means, into, rank=rank, before=parcel.parts, after=parts)
 
     def all_reduce(
         self,
@@ -211,21 +242,20 @@ class Exchanges:
 
         `then` is called at the end. `number` identifies a gather among those in flight.
 
-        flat: [elements of all parts]
+        flat: [elements of all parts], and room up to a multiple of the ranks
         """
-        carrier, tag, over = self.carrier, _GATHER_TAG + number, self.carrier.group_to_hold()
+        carrier, over = self.carrier, self.carrier.group_to_hold()
+        tag = _GATHER_TAG + 2 * number
 
         def post() -> Wait:
             arriving = carrier.prepare_parts(flat, parts, over=over)
             carrier.receive(arriving, tag)
-            carrier.send_to_all(arriving, tag)
 
             def end() -> None:
-                carrier.give_back(arriving.held)
                 if then is not None:
                     then()
 
-            return Wait(arriving.works, end)
+            return self._send_to_all(arriving, tag, end)
 
         return carrier.start(post)
 
@@ -242,7 +272,8 @@ class Exchanges:
 
         `then` is called at the end. `number` identifies a gather among those in flight.
         """
-        carrier, tag, over = self.carrier, _GATHER_TAG + number, self.carrier.group_to_hold()
+        carrier, over = self.carrier, self.carrier.group_to_hold()
+        tag = _GATHER_TAG + 2 * number
         rank, sizes = self.group.rank, parcel.sizes
 
         def post() -> Wait:
@@ -252,16 +283,36 @@ class Exchanges:
             write_difference(difference)
             parcel.write(difference, rank, arriving.own[: sizes[rank]])
             carrier.give_back([difference])
-            carrier.send_to_all(arriving, tag)
 
             def add() -> None:
                 parcel.add_to(arriving.messages, flat)
-                carrier.give_back(arriving.held)
                 then()
 
-            return Wait(arriving.works, add)
+            return self._send_to_all(arriving, tag, add)
 
         return carrier.start(post)
+
+    def _send_to_all(self, arriving: Gathering, tag: int, then: Task) -> Wait:
+        """Sends this rank's message of a gather, all of it or in pieces, and reads all messages
+        with `then` at the end."""
+        carrier, pieces, recut = self.carrier, arriving.pieces, arriving.recut
+
+        def end() -> None:
+            then()
+            carrier.give_back(arriving.held)
+            if pieces is not None:
+                carrier.give_back(pieces.held)
+
+        if pieces is None or recut is None:
+            carrier.send_to_all(arriving, tag)
+            return Wait(arriving.works, end)
+
+        def pass_on() -> Wait:
+            carrier.send_to_all(pieces, tag + 1)
+            return Wait(pieces.works, end, is_in_turn=False)
+
+        carrier.send_recut(recut, tag)
+        return Wait(recut.works, pass_on, is_last=False)
 
     def release(self) -> None:
         """Frees the memory that is kept for later messages."""
@@ -278,7 +329,9 @@ def _whole(tensor: Tensor, group: OwnGroup) -> Parcel:
     return FullWidth(equal_parts(group.num_ranks, part_numel, stop=tensor.numel()))
 
 
-def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Exchanges:
+def exchanges_over(
+    group: OwnGroup, config: SyncConfig, *, divisor: float, is_second: bool = False
+) -> Exchanges:
     """Returns the fastest exchanges for the group's backend; means are divided by `divisor`."""
     require(
         group.hardware.is_host or not group.can.send_from_host,
@@ -290,7 +343,7 @@ def exchanges_over(group: OwnGroup, config: SyncConfig, *, divisor: float) -> Ex
     carrier: Carrier = BackendCollectives(group, in_order=config.reduction == "ordered")
     if group.can.send_from_host:
         carrier = PostedMessages(group)
-    return Exchanges(carrier, divisor=divisor)
+    return Exchanges(carrier, divisor=divisor, is_second=is_second)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

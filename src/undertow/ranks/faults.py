@@ -41,8 +41,8 @@ _NUM_FRAMES = 12
 _LEFT = "has left"
 _EVERY_RANK = "every rank must call"  # in the name of a wait
 _SAME_CALLS = (
-    "Move the call out of `if rank == 0`; to save on one rank, every rank calls "
-    "consolidate_state_dict() before."
+    "Make the call on every rank, not under `if rank == 0`. To save on one rank, every rank "
+    "calls consolidate_state_dict() first."
 )
 _KINDS = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
 # Parts of a file's path, and the activity of a thread that runs its code.
@@ -188,7 +188,7 @@ def lost(rank: int) -> Fault:
         RankLost,
         f"rank {rank} is gone: its process exited or was killed without reporting an error.",
         "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), "
-        "and start from a checkpoint.",
+        "and restart from a checkpoint.",
     )
 
 
@@ -198,7 +198,7 @@ def silent(rank: int, silence_s: float) -> Fault:
         RankLost,
         f"rank {rank} is gone: its machine has not answered for {silence_s:.0f} s.",
         "The step is incomplete on every rank. Find out if the machine or its network is down, and "
-        "start from a checkpoint.",
+        "restart from a checkpoint.",
     )
 
 
@@ -244,7 +244,7 @@ def timed_out(rank: int, report: str) -> Fault:
         StallTimeout,
         f"rank {rank} has waited for the whole timeout of the process group.",
         "Find out why the late ranks are late, or give the process group a longer timeout: "
-        "stall_timeout_s above it does nothing.",
+        "stall_timeout_s has no effect above it.",
         told=report,
     )
 

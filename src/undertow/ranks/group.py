@@ -59,8 +59,8 @@ def tell_of_unknown(backend: str) -> None:
     """Says once that a backend is unknown, and what follows from that."""
     if family_of(backend) is None:
         faults.tell(
-            f"the backend {backend!r} is unknown: it is asked for sums only, and the host waits "
-            f"for its messages. Known are {', '.join(BACKENDS)}, and names that begin so."
+            f"the backend {backend!r} is unknown: Undertow uses only its sums, and the host waits "
+            f"for its messages. Known are {', '.join(BACKENDS)}, and names that begin with them."
         )
 
 

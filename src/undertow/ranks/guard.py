@@ -94,7 +94,7 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
     try:
         watch.check()
         if what:
-            watch.makes_call(what, ())
+            watch.here.makes_call(what, ())
         with watch.waiting(what):
             yield
     finally:
@@ -113,7 +113,7 @@ class _UsersGroup:
 
 _NO_WATCH = (
     "the ranks do not watch over each other: {error}.\n"
-    "  Training continues, and lost ranks are found by the backend and its timeout alone.\n"
+    "  Training continues, but only the backend and its timeout find lost ranks.\n"
     "  Allow TCP connections between all ranks, on any port."
 )
 

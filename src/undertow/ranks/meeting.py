@@ -1,13 +1,15 @@
 """A meeting of ranks: each waits until all have arrived, in the store of torch.distributed.
 
 meeting_of  context: a meeting of these ranks
-Meeting     the store, which is asked for nothing that waits
+Meeting     the texts and counters of a meeting in the store
 Lateness    how long a rank waits for late ones
 
-One process serves the store to all ranks. So a rank asks for one counter, less often the longer it
-has waited and the more ranks there are. Which ranks are late is found by one rank, when it is
-needed, with few requests. A meeting that is over leaves one counter for each of its places, until
-the next meeting of these ranks is over.
+One process serves the store to all ranks. So a rank that is early makes one request that the server
+answers when the last rank has arrived, from a thread and over a connection of its own: the rank
+still looks at faults, and Ctrl-C ends it. If the store has no such request, the rank asks for one
+counter, less often the longer it has waited and the more ranks there are. Which ranks are late is
+found by one rank, when it is needed, with few requests. A meeting that is over leaves a counter and
+an empty text for each of its places, until the next meeting of these ranks is over.
 
 Reasons: docs/design/lost-ranks.md.
 """
@@ -16,9 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
@@ -36,6 +40,9 @@ _GIVEN_UP = 1 << 50  # subtracted: a rank waits no longer
 _MOST_RUNS = 8  # of late ranks in a key: it stays shorter than 200 bytes
 _RANKS_AS_OFTEN = 16
 _MOST_PAUSE_S = 2.0
+_PAUSES_S = (0.005, 0.05)  # most ranks arrive so soon: they need no thread
+_LONGEST_WAIT = timedelta(days=1)  # of the thread; `Lateness` decides how long the rank waits
+_ALL = "all"  # the end of the key that tells that all have arrived at a place, or one has given up
 
 
 @contextlib.contextmanager
@@ -146,6 +153,32 @@ class _Late:
         yield from self._among(ranks[middle:])
 
 
+class _LastArrival:
+    """Waits for a key in the store, in a thread and over a connection of its own.
+
+    The request would keep other threads from the store, and signal handlers from this one.
+    `is_awaited` is False if the store cannot do that.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.came = threading.Event()
+        self.is_awaited = False
+        # torch's own stores can be cloned, but a user's may not
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+            thread = threading.Thread(
+                target=self._wait, args=(store.clone(), key), name="undertow-meets", daemon=True
+            )
+            thread.start()
+            self.is_awaited = True
+
+    def _wait(self, store: Store, key: str) -> None:
+        try:
+            store.wait([key], _LONGEST_WAIT)
+        except RuntimeError:
+            self.is_awaited = False
+        self.came.set()
+
+
 def _where(rank: int) -> str:
     return f"the making of a process group, rank {rank}"
 
@@ -169,18 +202,33 @@ class Meeting:
         self.store.set(f"{key}/{self.rank}", told)
         self._places.append(place)
         num_here = self.store.add(key, 1 + self._is_failing * _FAILED)
-        pause_s, look_s = 0.001, time.monotonic() + patience.PROBE_S
-        most_s = min(_MOST_PAUSE_S, 0.25 * (1 + self.num_ranks / _RANKS_AS_OFTEN))
+        if num_here % _FAILED == self.num_ranks:
+            self.store.set(f"{key}/{_ALL}", "")
+        pauses = self._pauses(key)
         while num_here < 0 or num_here % _FAILED < self.num_ranks:
-            time.sleep(pause_s)
-            pause_s = min(most_s, 1.5 * pause_s)
+            next(pauses)
             num_here = self.store.add(key, 0)
             is_here = num_here % _FAILED >= self.num_ranks
-            if num_here < 0 or (time.monotonic() > look_s and not is_here):
-                look_s = time.monotonic() + patience.PROBE_S
-                if num_here < 0 or self.lateness.is_due():
-                    self._look(key)
+            if num_here < 0 or (not is_here and self.lateness.is_due()):
+                self._look(key)
         self.has_failed = self.has_failed or num_here >= _FAILED
+
+    def _pauses(self, key: str) -> Iterator[None]:
+        """Pauses at each step: in the end until all have arrived, or `lateness` is due."""
+        for pause_s in _PAUSES_S:
+            time.sleep(pause_s)
+            yield
+        last = _LastArrival(self.store, f"{key}/{_ALL}")
+        while last.is_awaited:
+            while not (last.came.wait(patience.LOOK_S) or self.lateness.is_due()):
+                pass
+            yield
+        pause_s = _PAUSES_S[-1]
+        most_s = min(_MOST_PAUSE_S, 0.25 * (1 + self.num_ranks / _RANKS_AS_OFTEN))
+        while True:
+            pause_s = min(most_s, 1.5 * pause_s)
+            time.sleep(pause_s)
+            yield
 
     def _look(self, key: str) -> None:
         """Raises if the ranks that have not arrived do not arrive in time."""
@@ -188,6 +236,7 @@ class Meeting:
             self.lateness.check(_Late(self.store, key, self.num_ranks))
         except Exception:
             self.store.add(key, -_GIVEN_UP)  # for ranks that arrive later
+            self.store.set(f"{key}/{_ALL}", "")  # and for those that wait
             raise
 
     def clear(self, before: str) -> None:
@@ -197,7 +246,9 @@ class Meeting:
         """
         keys = [f"{self.key}/{place}/{self.rank}" for place in self._places]
         if self.rank == 0:
-            keys += [f"{before}/{name}" for name in ("at", "through", "group", "over", "why")]
+            places = [f"{before}/{name}" for name in ("at", "through", "group")]
+            keys += [*places, *(f"{place}/{_ALL}" for place in places)]
+            keys += [f"{before}/{name}" for name in ("over", "why")]
         with contextlib.suppress(RuntimeError):  # some stores cannot
             for key in keys:
                 self.store.delete_key(key)

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from undertow.ranks import patience
 
@@ -31,12 +31,15 @@ class WorkerThread(threading.Thread):
     `end_workers` does, before other ranks are told of the exit.
     """
 
+    idents: ClassVar[set[int]] = set()  # of those that run
+
     def __init__(self, name: str, groups: weakref.WeakSet[Group]) -> None:
         super().__init__(name=name, daemon=True)
         self.work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.groups = groups
 
     def run(self) -> None:
+        self.idents.add(threading.get_ident())
         is_ending = False
         while not (is_ending and self.work.empty()):  # a task may have submitted a further one
             item = self.work.get()
@@ -45,6 +48,7 @@ class WorkerThread(threading.Thread):
             else:
                 item()
             del item  # otherwise its tensors would stay alive until the next task
+        self.idents.discard(threading.get_ident())
         _running.pop(self, None)
 
 

@@ -164,8 +164,11 @@ class OwnGroup:
         return () if self._within is None else tuple(self.names)
 
     def makes_call(self, name: str) -> None:
-        """Counts a collective call of all its ranks, in the order of the program."""
-        self.watch.makes_call(name, self._callers)
+        """Counts a collective call of all its ranks, in the order of the program: ranks that wait
+        compare these counts."""
+        here = self.watch.here
+        if here is not None:
+            here.makes_call(name, self._callers)
 
     def waiting(self, what: str = "") -> contextlib.AbstractContextManager[object]:
         """Context for waiting for other ranks; if one is gone, the error says so."""

@@ -93,6 +93,7 @@ class NullWatch:
     """The watch of a rank that has no other ranks, or is connected to none."""
 
     fault: Fault | None = None  # why no collective can succeed
+    here: Activity | None = None  # of this rank, if others may ask for it
 
     def __init__(self) -> None:
         self.groups: list[weakref.ref[Interruptible]] = []  # that this rank may wait for
@@ -105,10 +106,6 @@ class NullWatch:
         have none, because a rank reports one wait at a time, the training thread's.
         """
         return contextlib.nullcontext()
-
-    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
-        """Counts a collective call of `ranks`, or of all ranks if that is empty: ranks that wait
-        compare these counts."""
 
     def check(self) -> None:
         """Raises if a rank is gone or has failed."""
@@ -264,6 +261,8 @@ class Ring:
 class Watch(NullWatch):
     """This rank's knowledge of the other ranks of a model, and its messages to them."""
 
+    here: Activity
+
     def __init__(self, ring: Ring, number: int, limits: SyncConfig, here: Activity) -> None:
         super().__init__()
         self.ring = ring
@@ -281,9 +280,6 @@ class Watch(NullWatch):
 
     def waiting(self, name: str) -> Waiting:
         return Waiting(self, name)
-
-    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
-        self.here.makes_call(name, ranks)
 
     def check(self) -> None:
         if self.fault is not None:
@@ -452,7 +448,8 @@ class Waiting:
 
     def __init__(self, watch: Watch, name: str) -> None:
         self._watch = watch
-        self._name = "" if name and isinstance(threading.current_thread(), WorkerThread) else name
+        # Asked in every round, hence by number.
+        self._name = "" if threading.get_ident() in WorkerThread.idents else name
 
     def __enter__(self) -> None:
         if self._name:

@@ -276,7 +276,7 @@ class Gathers:
         )
         require(
             not isinstance(threading.current_thread(), WorkerThread),
-            "a thread that brings parameters reads one of them: it would wait for itself.",
+            "a thread that gathers parameters reads one of them: it would wait for itself.",
             where=f"rank {self._exchanges.group.rank}, perhaps in a `__del__` that runs there",
             remedy="Read no parameters in `__del__`, or call model.wait() after each step.",
             error=PhaseError,
@@ -296,8 +296,7 @@ class Gathers:
     def _torn(self, bucket: int) -> PhaseError:
         return PhaseError(
             "the parameters are torn: this rank's shards have the values of the last step, and "
-            "the other shards still have the "
-            "values of the step before.",
+            "the other shards still have the values of the step before.",
             where=f"bucket {bucket}, rank {self._exchanges.group.rank}",
             remedy="Call model.wait() on every rank after the last step, before a rank ends or "
             "calls torch.distributed.destroy_process_group(). Now, call close(), then load other "

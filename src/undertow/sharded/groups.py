@@ -13,6 +13,7 @@ import torch
 from undertow.config import SyncConfig
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts, round_up
+from undertow.ranks.carriers import are_uneven
 from undertow.ranks.dither import Rounding, Turn
 from undertow.ranks.exchanges import Exchanges, accumulation_dtype, exchanges_over
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
@@ -21,11 +22,12 @@ from undertow.wire import Wire, wire_for
 
 
 class ShardGroups:
-    """Exchanges over separate groups: `shard` and, on a mesh, `replicate`. Construction is a
-    collective call.
+    """Exchanges over `shard` and, on a mesh, `replicate`. Construction is a collective call.
 
-    `all_ranks` is the group of all these ranks. Reductions give means over all of them. `close`
-    ends the threads and destroys the groups.
+    `all_ranks` is the group of all these ranks. Each axis of a mesh has a group of its own, and so
+    have collectives that a stream runs one after another. Messages that have tags share
+    `all_ranks`: a group is a connection to each other rank. Reductions give means over all of
+    these ranks. `close` ends the threads and destroys the groups that were made here.
     """
 
     def __init__(self, all_ranks: OwnGroup, config: SyncConfig) -> None:
@@ -34,23 +36,36 @@ class ShardGroups:
         self._wires = config.wires
         self.param_wire = config.param_wire
         device = all_ranks.device
-        axes = [
-            OwnGroup(axis, device=device, limits=config, within=all_ranks) for axis in user.axes()
-        ]
+        axes = [all_ranks]
+        if user.rows or not all_ranks.can.send_from_host:
+            axes = [
+                OwnGroup(axis, device=device, limits=config, within=all_ranks)
+                for axis in user.axes()
+            ]
+        self._own_axes = [axis for axis in axes if axis is not all_ranks]
         for axis in axes if self.num_ranks > 1 else ():
-            axis.open()  # every rank creates each of them
+            if not axis.is_open:
+                axis.open()  # every rank creates each of them
         # On a mesh, inner sums are not divided: the mean is rounded once, after all summands are
         # added.
         divisor = self.num_ranks if len(axes) == 1 else 1
-        self.shard = exchanges_over(axes[0], config, divisor=divisor)
+        self.shard = exchanges_over(axes[0], config, divisor=divisor, is_second=True)
         self.replicate: Exchanges | None = None
         if len(axes) > 1:
             self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
 
     def parcels_of(self, spec: Bucket) -> tuple[Parcel, Parcel | None]:
-        """Returns how a bucket's gradients travel over `shard`, and its shard over `replicate`."""
+        """Returns how a bucket's gradients travel over `shard`, and its shard over `replicate`.
+
+        If one rank owns much more of the bucket than others, ranks add up equal parts:
+        `passed_on` says so.
+        """
         num_shards, rank = self.shard.group.num_ranks, self.shard.group.rank
-        parts = spec.parts(num_shards, num_ranks=self.num_ranks)
+        owned = parts = spec.parts(num_shards, num_ranks=self.num_ranks)
+        all_parts = self.shards_of(spec)
+        if self.passed_on(spec) is not None:
+            parts = spec.equal_parts(num_shards, num_ranks=self.num_ranks, is_padded=False)
+            all_parts = spec.equal_parts(num_shards, num_ranks=self.num_ranks, is_padded=True)
         inside, across = (None, None) if spec.wire is None else self._wires
         # `wire="auto"` does not name a format: the plan has it.
         if inside is None and across is None:
@@ -62,11 +77,11 @@ class ShardGroups:
             narrow_numel=spec.narrow_numel,
             parts=parts,
             is_host=is_host,
-            all_parts=self.shards_of(spec),
+            all_parts=all_parts,
         )
         if self.replicate is None:
             return parcel, None
-        own, num_rows = parts[rank], self.replicate.group.num_ranks
+        own, num_rows = owned[rank], self.replicate.group.num_ranks
         wire = wire_for(across, spec.dtype, spec.itemsize)
         part_numel, padded_numel = spec.shard_numel, num_rows * spec.shard_numel
         if spec.owners is not None:
@@ -97,6 +112,12 @@ class ShardGroups:
             across = across.dithered(turn, Rounding.ACROSS, rank=rank, device=device)
         return inside, across
 
+    def passed_on(self, spec: Bucket) -> list[range] | None:
+        """Returns the parts of ranks that get their means from the ranks that add up equal parts of
+        a bucket; None if each rank adds up its own part."""
+        owned = self.shards_of(spec)
+        return owned if are_uneven(owned) else None
+
     def shards_of(self, spec: Bucket) -> list[range]:
         """Returns the elements of a bucket that each rank of `shard` has, as they are gathered."""
         num_shards = self.shard.group.num_ranks
@@ -120,7 +141,8 @@ class ShardGroups:
     def close(self) -> None:
         for axis in self.axes:
             axis.close()
-            axis.group.close()
+        for group in self._own_axes:
+            group.close()
 
 
 def _parcel(

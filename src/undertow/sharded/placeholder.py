@@ -1,4 +1,4 @@
-"""The gradient of a parameter of which this rank has a shard.
+"""The gradient of a parameter, on a rank that has only a shard of it.
 
 Reasons: docs/design/sharded-optimizer.md.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from undertow.errors import ShardedGradientError
 from undertow.ranks.transport import OwnGroup
-from undertow.torch_private import private
+from undertow.torch_private import private, unscaling
 
 _ADDING = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
@@ -81,11 +81,11 @@ class GradientPlaceholder(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if op is private.zero_each:
+        if op is unscaling.zero_each:
             for each in args[0]:
                 each.zero_()
             return None
-        if op is private.unscale_each:
+        if op is unscaling.unscale_each:
             return _unscale(*args)
         first = args[0] if args else None
         if isinstance(first, GradientPlaceholder):
@@ -113,7 +113,7 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
     parts = [grad.part if isinstance(grad, GradientPlaceholder) else grad for grad in grads]
     for dtype in {part.dtype for part in parts}:  # parts of 16-bit parameters are wider
         of_dtype = [part for part in parts if part.dtype == dtype]
-        private.unscale_each(of_dtype, found_inf, inv_scale)
+        unscaling.unscale_each(of_dtype, found_inf, inv_scale)
     if group is not None:
         group.all_reduce(found_inf, "whether gradients are finite", dist.ReduceOp.MAX).wait()
 
@@ -124,6 +124,6 @@ def _refused(op: Any, args: tuple[Any, ...]) -> ShardedGradientError:
     return ShardedGradientError(
         f"the gradient of {name!r} is sharded: no rank has all of it.",
         where=str(op),
-        remedy="Clip with optimizer.clip_grad_norm_(), look at all of it with "
-        "model.full_gradient(param), or zero_grad() first.",
+        remedy="Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), "
+        "or call zero_grad() before writing.",
     )

@@ -63,7 +63,12 @@ class ReduceScatter(BucketTransfer):
 
         self.handles = (
             self._groups.shard.reduce_scatter(
-                memory.flat, gradients.room(), inside, trailer=memory.trailer, fill=fill
+                memory.flat,
+                gradients.room(),
+                inside,
+                trailer=memory.trailer,
+                parts=self._groups.passed_on(spec),
+                fill=fill,
             ),
         )
 

@@ -17,6 +17,7 @@ from undertow.buckets.recorder import Recorder
 from undertow.config import refused
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.plan import Bucket, Plan
+from undertow.plan.layout import round_up
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.schedule import Strategy
 from undertow.sharded.gathers import Gathers
@@ -265,7 +266,7 @@ class Sharding(Layout):
         """
         shards = self.groups.shards_of(bucket)
         part = shards[self.group.rank]
-        flat = own.new_empty(shards[-1].stop)
+        flat = own.new_empty(round_up(shards[-1].stop, len(shards)))
         flat[part.start : part.stop].copy_(own)
         if self.group.num_ranks > 1:
             number = len(self.plan.buckets) + bucket.index

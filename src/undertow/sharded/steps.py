@@ -151,7 +151,8 @@ class ShardedSteps(StepListener):
             raise PhaseError(
                 f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
                 where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
-                remedy="Give all parameters to ShardedOptimizers, and step those.",
+                remedy="Step the ShardedOptimizer, and leave its parameters out of other "
+                "optimizers.",
             )
 
     def lay_out(self) -> None:
@@ -272,7 +273,8 @@ class ShardedSteps(StepListener):
             compiled = self._engine.current_plan.compiled
             compiled.group.watch.check()
             for index in sorted(buckets, reverse=True):  # in the order of the next forward
-                compiled.run(OpKind.ALL_GATHER, sharding.gathers.launch, compiled.buckets[index])
+                gathers = OpKind.ALL_GATHER, sharding.gathers.launch
+                compiled.run(gathers, bucket=compiled.buckets[index])
         except BaseException:
             sharding.gathers.are_cut_off(buckets)
             raise

@@ -131,7 +131,7 @@ class GradientSync:
 
     @property
     def config(self) -> SyncConfig:
-        """The settings in use, those of experts included."""
+        """The settings in use, including the settings of experts."""
         groups = tuple(group for part in self._parts for group in part.config.experts)
         return dataclasses.replace(self._config, experts=groups) if self.experts else self._config
 
@@ -194,7 +194,7 @@ class GradientSync:
         batch.
 
         A collective call of 8 bytes: every rank calls it before its first forward or `finish()` of
-        a step, also a rank without data. The forward hides it. If a loss is a sum over tokens,
+        a step, even a rank without data. The forward hides it. If a loss is a sum over tokens,
         `loss_sum / mean.wait()` makes the mean over ranks of its gradients the mean over all
         tokens.
 
@@ -219,7 +219,7 @@ class GradientSync:
         """Joins the other ranks' synchronization if this rank's backward reached no parameter.
 
         Call it also if this rank has no data. It does nothing if a synchronization has run since
-        this rank's last training forward or optimizer step, nor where backwards only accumulate.
+        this rank's last training forward or optimizer step, or if backwards only accumulate.
         After a training forward, an optimizer that holds one of the parameters calls it
         automatically before it steps.
 
@@ -247,7 +247,7 @@ class GradientSync:
                 multiplies the mean by the number of ranks.
 
         Returns:
-            A handle that can be waited for, asked by `is_completed()`, and awaited.
+            A handle with `wait()` and `is_completed()`; code with asyncio can await it.
 
         Raises:
             PhaseError: Inside a backward, if this rank has accumulated nothing since the last
@@ -385,7 +385,7 @@ class GradientSync:
             path: A file whose name ends with .json or .json.gz. The rank replaces `{rank}`; a name
                 without it gets the rank once: trace.json.gz becomes trace.rank0.json.gz. Experts
                 have separate files.
-            steps: The last so many steps; None takes all that are recorded.
+            steps: The number of steps, the last ones; None takes all that are recorded.
 
         Returns:
             The path of the file.

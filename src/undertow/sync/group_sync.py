@@ -130,7 +130,7 @@ class GroupSync:
         """Raises PhaseError after `close()`, when `call` would average nothing."""
         require(
             not self.is_closed,
-            "this model is closed: its gradients are not averaged any more.",
+            "this model is closed: its gradients are no longer averaged.",
             where=f"{call}, rank {self.rank}",
             remedy="Train `model.module`, the module itself, without averaging, or wrap it again.",
             error=PhaseError,
@@ -259,7 +259,8 @@ class GroupSync:
             if is_training and not self._is_averaged_elsewhere():
                 self.require_open("a training forward")
             return
-        if is_training and engine.current_plan.is_active and private.is_in_rpc_context():
+        is_synchronized = is_training and engine.current_plan.is_active
+        if is_synchronized and private.is_rpc_running() and private.is_in_rpc_context():
             raise PhaseError(
                 "gradients of torch.distributed.rpc are not averaged: a context of distributed "
                 "autograd keeps them instead of `.grad`.",
@@ -325,7 +326,7 @@ def mesh_group(members: ModuleParams, group: GroupRef, config: SyncConfig) -> Ow
 
 
 def _close_dropped(engine: Engine, close: Callable[[], object], process: int) -> None:
-    """Closes a model that nothing refers to any more; drops errors of waits.
+    """Closes a model that nothing refers to; drops errors of waits.
 
     It waits for gradients and parameters on their way, because other ranks wait for them too. It
     does not wait in a child process, or if the garbage collector runs in one of Undertow's threads,

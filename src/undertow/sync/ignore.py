@@ -54,8 +54,8 @@ def _names_of(
 ) -> set[str]:
     not_inside = "that is to be ignored is not inside the model."
     remedy = (
-        "Give modules, parameters and buffers of this very model, no copies, and not the "
-        "whole of it."
+        "Give modules, parameters and buffers of this model itself: no copies, and not the whole "
+        "model."
     )
     match entry:
         case str() if entry in places:

@@ -66,20 +66,18 @@ def no_profile(config: SyncConfig, group: OwnGroup) -> PhaseError:
 
 def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
     """Explains the plan in force; does not communicate."""
-    trying = None if hooks.tuning is None else hooks.tuning.trying
     return explanation(
         compiled.plan,
         why=_why(hooks, compiled, config),
         strategy=compiled.strategy.name,
-        trials=() if trying is None else trying.texts(),
+        trials=() if hooks.tuning is None else [str(trial) for trial in hooks.tuning.tried],
     )
 
 
 def plans_not_tried(hooks: ParamHooks) -> tuple[str, ...]:
     """Returns a text for each plan that could not be tried, because of memory for example."""
-    if hooks.tuning is None or hooks.tuning.trying is None:
-        return ()
-    return hooks.tuning.trying.failures
+    tried = () if hooks.tuning is None else hooks.tuning.tried
+    return tuple(str(trial) for trial in tried if trial.failure)
 
 
 def _why(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> str:
@@ -90,10 +88,8 @@ def _why(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> str:
     if why and config.wire == AUTO and config.plan is None:
         tries = may_move(compiled.reducer) and compiled.strategy.gather is None
         why += "; wire='auto' " + ("tries formats" if tries else "keeps full width")
-    if hooks.tuning is None or hooks.tuning.trying is None:
-        return why or "sizes follow from the size of the model"
-    told = hooks.tuning.trying.told()
-    return f"{why}: {told}" if why else told
+    told = "" if hooks.tuning is None else hooks.tuning.told()
+    return ": ".join(filter(None, (why, told))) or "sizes follow from the size of the model"
 
 
 def sweep(engine: Engine, config: SyncConfig) -> None:

@@ -24,7 +24,7 @@ class ModuleSync:
     group of experts, in the order of the settings.
 
     A GradientSync holds this object, and so do the hooks of an attached module. When nothing holds
-    it any more, the synchronization is closed.
+    it, the synchronization is closed.
     """
 
     def __init__(self, own: GroupSync) -> None:
@@ -124,8 +124,9 @@ class ModuleSync:
     @private.untraced
     def forward_ends(self) -> None:
         """Called after each forward of the module."""
-        for part in self.parts:
-            part.forward_ends()
+        self.own.forward_ends()
+        for expert in self.experts:
+            expert.own.forward_ends()
 
     # The end.
 

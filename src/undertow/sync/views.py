@@ -26,9 +26,9 @@ def profile_of(
     param_wire: str | None,
 ) -> Profile | None:
     """Returns the profile of measured steps, or None before there are any."""
-    from undertow.lab import measured
+    from undertow.lab import measurement
 
-    return measured.profile_of(
+    return measurement.profile_of(
         measurements, plan, strategy=strategy, wire=wire, param_wire=param_wire
     )
 

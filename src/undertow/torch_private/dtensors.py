@@ -21,7 +21,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def local_of(dtensor: Any) -> Tensor:
-    """Returns the very tensor that a DTensor holds on this rank, without a node for autograd.
+    """Returns the tensor itself that a DTensor holds on this rank, without a node for autograd.
 
     Waits for a collective that is still writing it.
     """
@@ -33,7 +33,7 @@ def local_of(dtensor: Any) -> Tensor:
 
 
 def dtensor_of(local: Tensor, spec: Any) -> Tensor:
-    """Returns a DTensor that holds this very tensor; `DTensor.from_local` holds a view of it."""
+    """Returns a DTensor that holds this tensor itself; `DTensor.from_local` holds a view of it."""
     made: Tensor = sys.modules[_MODULE].DTensor(local, spec, requires_grad=False)
     return made
 

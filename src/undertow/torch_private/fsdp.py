@@ -60,7 +60,7 @@ def all_reduces(group: Any) -> bool:
 def take_over(module: Any, reduce: Callable[[Tensor], None]) -> Callable[[], None]:
     """Calls `reduce` with the shards of the module's gradients, in one tensor, in each backward.
 
-    Torch does not average them over replicas any more. Returns a function that undoes this. Raises
+    Torch no longer averages them over replicas. Returns a function that undoes this. Raises
     ValueError for a module whose parameters have several meshes.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo

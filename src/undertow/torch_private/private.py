@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import hashlib
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -58,11 +57,6 @@ no_dispatch: Any = torch._C._disabled_torch_function_impl
 # A tensor of a subclass over the memory of another one.
 make_subclass: Any = torch.Tensor._make_subclass
 
-# A GradScaler unscales gradients by the first, which looks for infinities too; zero_grad writes
-# zeros by the second.
-unscale_each: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-zero_each: Any = torch.ops.aten._foreach_zero_.default
-
 _c10d: Any = torch.distributed.distributed_c10d
 # The store that the ranks of the default group have met through.
 default_store: Callable[[], Any] = _c10d._get_default_store
@@ -76,7 +70,7 @@ is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_i
 
 _autograd: Any = dist.autograd
 # True if torch.distributed.rpc runs in this process; some builds of torch do not have it.
-_is_rpc_running: Callable[[], bool] = getattr(
+is_rpc_running: Callable[[], bool] = getattr(
     dist.rpc, "_is_current_rpc_agent_set", dist.rpc.is_available
 )
 
@@ -84,15 +78,6 @@ _NOBODYS_TAG = (1 << 30) + 1  # no message ever has this tag
 # The code of the wrapper that torch puts around an optimizer class's `step` when it constructs the
 # first instance.
 _STEP_WITH_HOOKS = torch.optim.Optimizer.profile_hook_step(int).__code__
-
-# Of GradScaler, which unscales gradients and looks for infinite ones.
-# by device: 1.0 if a gradient there is not finite, else 0.0
-Found = dict[torch.device, torch.Tensor]
-Unscale = Callable[[], Found]
-Around = Callable[[torch.optim.Optimizer, Unscale], Found]
-_unscale = torch.amp.GradScaler._unscale_grads_
-_changing = threading.RLock()  # reentrant: the garbage collector may call the undo at any time
-_arounds: list[Around] = []  # of everything attached; if empty, torch has its original method
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -317,7 +302,7 @@ def set_gradient_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
 def is_in_rpc_context() -> bool:
     """Returns True in a context of distributed autograd, which keeps gradients instead of
     `.grad`."""
-    if _is_rpc_running():  # checked first: without a context, torch raises an error, which is slow
+    if is_rpc_running():  # checked first: without a context, torch raises an error, which is slow
         with contextlib.suppress(RuntimeError):
             _autograd._current_context()
             return True
@@ -358,39 +343,6 @@ def require_eager_backward() -> None:
             where="torch._dynamo.config.compiled_autograd, or torch._dynamo.compiled_autograd",
             remedy="Turn it off; torch.compile of the model or of the whole step works without it.",
         )
-
-
-def around_unscaling(around: Around) -> Callable[[], None]:
-    """Calls `around(optimizer, unscale)` whenever a scaler looks at an optimizer's gradients.
-
-    Returns a function that undoes this.
-
-    `unscale()` does the scaler's own work. The first `around` registered is the outermost.
-    GradScaler.step uses the returned values to decide whether it skips, and GradScaler.update to
-    choose the next scale.
-    """
-    with _changing:
-        _arounds.append(around)
-        torch.amp.GradScaler._unscale_grads_ = _unscale_within  # type: ignore[assignment, method-assign]
-
-    def undo() -> None:
-        with _changing:
-            _arounds.remove(around)
-            # Not if other code has wrapped it since.
-            if not _arounds and torch.amp.GradScaler._unscale_grads_ is _unscale_within:
-                torch.amp.GradScaler._unscale_grads_ = _unscale  # type: ignore[method-assign]
-
-    return undo
-
-
-@untraced
-def _unscale_within(
-    scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-) -> Found:
-    unscale: Unscale = partial(_unscale, scaler, optimizer, *args, **kwargs)
-    for around in reversed(tuple(_arounds)):
-        unscale = partial(around, optimizer, unscale)
-    return unscale()
 
 
 def moved_to_device(

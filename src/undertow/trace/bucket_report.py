@@ -16,7 +16,7 @@ _WIDTH = 22  # of a parameter's name
 class BucketReport:
     """The gradients of one bucket in a typical step, or the gather of its parameters.
 
-    In milliseconds since the step began.
+    Times are in milliseconds since the step began.
     """
 
     index: int

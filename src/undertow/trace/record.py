@@ -1,5 +1,8 @@
 """The measured times of one step, its events, how much of its communication is hidden, and lower
-bounds."""
+bounds.
+
+Reasons: docs/design/records.md.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -144,12 +147,16 @@ class StepRecord:
             max(0.0, min(row.launched_us, end_us) - begin_us) for row, begin_us in self.packings()
         )
 
+    def overlap(self) -> "Overlap":
+        """Returns the communication of the step, and the part that the step waited for."""
+        return overlap_of(self.trace())
+
     def late_rank_us(self) -> float:
         """Returns the part of the exposed time that this rank waited for a slower one."""
         if not self.busy_ms:
             return 0.0
         behind_us = 1e3 * (max(self.busy_ms) - self.busy_ms[self.rank])
-        return min(overlap_of(self.trace()).exposed_us, behind_us)
+        return min(self.overlap().exposed_us, behind_us)
 
     def trace(self) -> Trace:
         """Returns the step as events.

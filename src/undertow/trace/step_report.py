@@ -129,11 +129,11 @@ class StepReport(Shown):
 
     @property
     def advice(self) -> str:
-        """One sentence.
+        """One sentence of advice.
 
-        The first cause that explains most of the exposed time, and what to do about it. Only a
-        step with the verdict poor has one: a cause is worth at least 5 % of it then. If another
-        rank waits longer for this one, in a poor step of its own, that is said first.
+        It names the first cause that explains most of the exposed time, and what to do about it.
+        Only a step with the verdict poor has one: a cause is worth at least 5 % of it then. If
+        another rank waits longer for this one, in a poor step of its own, that comes first.
         """
         if self.num_steps == 0 and self.outer is not None:
             return "Within a step this replica, a single rank, sends nothing."
@@ -165,7 +165,7 @@ class StepReport(Shown):
         scalars` has recipes.
 
         Figures that do not exist are left out, such as the overlap without communication, or times
-        of encoding without a format. Before the first step, and with one rank, all are.
+        of encoding without a format. Before the first step, and with one rank, none exists.
         """
         if self.num_steps == 0:
             return {}

@@ -12,7 +12,6 @@ from undertow.trace.record import (
     StepRecord,
     length_us,
     limit_us,
-    overlap_of,
     union_us,
     wires_of,
 )
@@ -49,7 +48,6 @@ def summarize(
             )
         ]
     )
-    trace = record.trace()
     steps_ms = sorted(each.step_us * _MS for each in records) or [0.0]
     return StepReport(
         num_steps=len(records),
@@ -64,12 +62,12 @@ def summarize(
         rest_ms=max(
             0.0, times["step_ms"] - times["forward_ms"] - times["backward_ms"] - times["exposed_ms"]
         ),
-        overlap=overlap_of(trace).fraction,
+        overlap=record.overlap().fraction,
         slowest_rank=max(range(len(record.busy_ms)), key=record.busy_ms.__getitem__, default=None),
         busy_ms=record.busy_ms,
         buckets=_bucket_reports(plan, record.buckets),
         gathers=_bucket_reports(plan, record.gathers),
-        events=trace.events,
+        events=record.trace().events,
         **times,
     )
 
@@ -90,7 +88,7 @@ def _typical(records: Sequence[StepRecord]) -> tuple[StepRecord, Mapping[str, An
 
 
 def _times_ms(record: StepRecord) -> dict[str, float]:
-    overlap = overlap_of(record.trace())
+    overlap = record.overlap()
     # Time of each that is in none of the others, so that parts of a step add up.
     waits = [row.waited for row in (*record.gathers, *record.buckets)]
     waited_us = union_us(waits)

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import mean, median, stdev
 
 from undertow.plan import Groups, Plan, Wires, equal_groups, plan_from_groups
-from undertow.wire import AUTO, AUTO_WIRE
+from undertow.wire import AUTO_WIRE
 
 MOST_CANDIDATES = 6
 # A candidate must be faster than the present plan by this share, in the mean over pairs.
@@ -35,7 +35,7 @@ _LEAST_SPREAD = 0.004
 # Larger buckets cost memory: a packed bucket holds its gradients twice.
 _LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 # The last bucket relative to the others. It is sent after backward, so nothing hides it.
-_LAST_SHARES = (0.25, 1.0)
+_SMALL, _WHOLE = 0.25, 1.0
 _LAST_BYTES = 0.25  # of all: the last buckets, which `wire="auto"` tries in int8 alone
 
 
@@ -74,27 +74,28 @@ def verdict(present: Sequence[float], candidate: Sequence[float]) -> Verdict:
 
 @dataclass(slots=True)
 class Trial:
-    """A candidate, and the median step of each window so far, in milliseconds."""
+    """A candidate, and the median step of each window so far."""
 
     plan: Plan
     label: str
-    present_ms: list[float] = field(default_factory=list)
-    candidate_ms: list[float] = field(default_factory=list)
+    # of windows in turn, in milliseconds: the first one ran under the present plan
+    times_ms: list[float] = field(default_factory=list)
     verdict: Verdict = Verdict.GO_ON
     failure: str = ""  # why it could not be tried
 
     @property
     def is_next(self) -> bool:
         """True if the next window is the candidate's."""
-        return len(self.candidate_ms) < len(self.present_ms)
+        return len(self.times_ms) % 2 == 1
 
     def __str__(self) -> str:
         if self.failure:
             return f"{self.label}: {self.failure}"
-        if not self.candidate_ms:
+        present_ms, candidate_ms = self.times_ms[::2], self.times_ms[1::2]
+        if not candidate_ms:
             return f"{self.label}: not measured yet"
-        before = f"{median(self.present_ms):.1f} ms before"
-        return f"{self.label}: {median(self.candidate_ms):.1f} ms, {before}, {self.verdict.value}"
+        before = f"{median(present_ms):.1f} ms before"
+        return f"{self.label}: {median(candidate_ms):.1f} ms, {before}, {self.verdict.value}"
 
 
 class Trials:
@@ -105,8 +106,7 @@ class Trials:
     Args:
         present: The plan in force. A candidate that is taken replaces it.
         order: Indices of the parameters in the order of the plans.
-        wire: The format of gradients as in `SyncConfig`. "auto" tries int8 for all buckets, and
-            for the last ones.
+        tries_formats: Full width is tried against int8 in all buckets, and in the last ones.
         keeps_buckets: Candidates differ in formats only.
         block: As in `plan_from_groups`.
     """
@@ -116,113 +116,106 @@ class Trials:
         present: Plan,
         order: Sequence[int],
         *,
-        wire: str | None = None,
+        tries_formats: bool = False,
         keeps_buckets: bool = False,
         block: int = 1,
     ) -> None:
         self.present = present
-        self.done: list[Trial] = []
-        self._known = [present]
+        self.tried: list[Trial] = []  # the last one is under way until trials are over
+        self.are_over = False
+        self.stopped = ""  # why they ended before their time
         self._order, self._block = order, block
-        self._wire = AUTO_WIRE if wire == AUTO else wire
-        self._narrow_share = 0.0 if wire == AUTO else 1.0  # of the bytes of the present plan
-        self._search = self._candidates(keeps_buckets=keeps_buckets, keeps_formats=wire != AUTO)
-        self._now = next(self._search, None)
-
-    @property
-    def are_over(self) -> bool:
-        """True if no candidate is left."""
-        return self._now is None
+        self._search = self._candidates(tries_formats=tries_formats, keeps_buckets=keeps_buckets)
+        next(self._search)
 
     @property
     def plan(self) -> Plan:
         """The plan of the next window; once trials are over the one that stays."""
-        trial = self._now
-        return self.present if trial is None or not trial.is_next else trial.plan
+        if self.are_over or not self.tried[-1].is_next:
+            return self.present
+        return self.tried[-1].plan
 
     @property
     def is_new(self) -> bool:
         """True if the next window is the first one of a candidate."""
-        trial = self._now
-        return trial is not None and trial.is_next and not trial.candidate_ms
-
-    def texts(self) -> tuple[str, ...]:
-        """Returns a line for each trial, and for the one under way."""
-        now = () if self._now is None else (self._now,)
-        return tuple(str(trial) for trial in (*self.done, *now))
+        return not self.are_over and len(self.tried[-1].times_ms) == 1
 
     def window_ends(self, time_ms: float) -> None:
         """Called after a window under `plan` with the median of its steps."""
-        trial = self._now
-        assert trial is not None  # otherwise no window is measured
-        times = trial.candidate_ms if trial.is_next else trial.present_ms
-        times.append(time_ms)
-        trial.verdict = verdict(trial.present_ms, trial.candidate_ms)
+        trial, was_candidate = self.tried[-1], self.tried[-1].is_next
+        trial.times_ms.append(time_ms)
+        trial.verdict = verdict(trial.times_ms[::2], trial.times_ms[1::2])
         if trial.verdict is Verdict.GO_ON:
             return
-        # The present plan's last window is the first one of the next trial, if the plan stays.
-        is_next_known = trial.verdict is Verdict.KEPT and trial.is_next
-        self._try_next()
-        if is_next_known and self._now is not None:
-            self._now.present_ms.append(time_ms)
+        if trial.verdict is Verdict.TAKEN:
+            self.present = trial.plan
+        next(self._search)
+        if trial.verdict is Verdict.KEPT and not was_candidate and not self.are_over:
+            # The present plan's last window is the first one of the next trial.
+            self.tried[-1].times_ms.append(time_ms)
 
     def fail(self, reason: str) -> None:
-        """Called if some rank cannot run the candidate."""
-        assert self._now is not None  # the candidate
-        self._now.failure = reason
-        self._try_next()
+        """Called before the first window of a candidate if some rank cannot run it."""
+        self.tried[-1].failure = reason
+        self.window_ends(math.inf)
 
-    def _try_next(self) -> None:
-        assert self._now is not None  # it has just ended
-        is_taken = self._now.verdict is Verdict.TAKEN
-        if is_taken:
-            self.present = self._now.plan
-        self.done.append(self._now)
-        try:
-            self._now = self._search.send(is_taken)
-        except StopIteration:
-            self._now = None
+    def drop(self) -> None:
+        """Drops the windows of the trial under way: it begins again."""
+        self.tried[-1].times_ms.clear()
+
+    def stop(self, reason: str) -> None:
+        """Ends the trials before their time. The present plan stays."""
+        self.are_over, self.stopped = True, reason
 
     def _candidates(
-        self, *, keeps_buckets: bool, keeps_formats: bool
-    ) -> Generator[Trial, bool, None]:
-        """Yields candidates. Each time it is sent whether the candidate was taken."""
-        for share in () if keeps_formats else (1.0, _LAST_BYTES):
-            if (yield from self._try(self.present.groups, "the same buckets", narrow_share=share)):
-                self._narrow_share = share
-        if keeps_buckets:
-            return
-        last_share, other_share = _LAST_SHARES
+        self, *, tries_formats: bool, keeps_buckets: bool
+    ) -> Generator[None, None, None]:
+        """Begins one trial after the other, and stops at each until its verdict."""
+        same = "the same buckets"
+        if tries_formats:
+            every = [AUTO_WIRE] * len(self.present.buckets)
+            yield from self._try(self.present.groups, every, same)
+            yield from self._try(self.present.groups, _wires_of_last(self.present), same)
+        if not keeps_buckets:
+            yield from self._sizes()
+        self.are_over = True
+        yield
+
+    def _sizes(self) -> Generator[None, None, None]:
         first = self.present
         for factor in (0.5, 2.0):
-            num_buckets = len(self.present.buckets)
-            while (yield from self._try_equal(round(num_buckets * factor), last_share)):
-                num_buckets = len(self.present.buckets)
+            helps = True
+            while helps:
+                num_buckets = round(len(self.present.buckets) * factor)
+                helps = yield from self._try_equal(num_buckets, last_share=_SMALL)
             if self.present is not first:
                 break
-        yield from self._try_equal(len(self.present.buckets), other_share)
+        yield from self._try_equal(len(self.present.buckets), last_share=_WHOLE)
 
-    def _try_equal(self, num_buckets: int, last_share: float) -> Generator[Trial, bool, bool]:
+    def _try_equal(self, num_buckets: int, *, last_share: float) -> Generator[None, None, bool]:
+        """Tries equal buckets. Each has the format of its last parameter in the present plan."""
+        present = self.present
         groups = equal_groups(
-            self.present.params,
-            self._order,
-            num_buckets=max(1, num_buckets),
-            last_share=last_share,
+            present.params, self._order, num_buckets=max(1, num_buckets), last_share=last_share
         )
+        wire_of = {
+            param: wire
+            for group, wire in zip(present.groups, present.wires, strict=True)
+            for param in group
+        }
         label = f"{len(groups)} bucket{'' if len(groups) == 1 else 's'}"
-        if last_share != 1 and len(groups) > 1:
+        if last_share != _WHOLE and len(groups) > 1:
             label += f", the last one {last_share:g} of the others"
-        return (yield from self._try(groups, label, narrow_share=self._narrow_share))
+        return (yield from self._try(groups, [wire_of[group[-1]] for group in groups], label))
 
     def _try(
-        self, groups: Groups, label: str, *, narrow_share: float
-    ) -> Generator[Trial, bool, bool]:
-        """Yields this candidate unless it is known or too large.
+        self, groups: Groups, wires: Sequence[str | None], label: str
+    ) -> Generator[None, None, bool]:
+        """Begins the trial of a candidate unless it is known or too large.
 
         Returns True if it was taken.
         """
         present = self.present
-        wires = _wires_of_last(present, groups, self._wire, narrow_share)
         plan = plan_from_groups(
             present.params,
             groups,
@@ -231,12 +224,14 @@ class Trials:
             wires=wires,
             block=self._block,
         )
-        is_known = any(plan.is_alike(known.groups, known.wires) for known in self._known)
+        known = (present, *(trial.plan for trial in self.tried))
+        is_known = any(plan.is_alike(other.groups, other.wires) for other in known)
         is_too_large = groups != present.groups and _is_too_large(plan)
-        if is_known or is_too_large or len(self.done) == MOST_CANDIDATES:
+        if is_known or is_too_large or len(self.tried) == MOST_CANDIDATES:
             return False
-        self._known.append(plan)
-        return (yield Trial(plan=plan, label=label + formats_text(plan.wires)))
+        self.tried.append(Trial(plan, label + formats_text(plan.wires)))
+        yield
+        return self.present is plan
 
 
 def formats_text(wires: Wires) -> str:
@@ -248,16 +243,11 @@ def formats_text(wires: Wires) -> str:
     )
 
 
-def _wires_of_last(plan: Plan, groups: Groups, wire: str | None, share: float) -> list[str | None]:
-    """Returns `wire` for the last groups, which have `share` of all bytes, and at least for one."""
-    wires: list[str | None] = [None] * len(groups)
-    left = share * sum(spec.num_bytes for spec in plan.params)
-    for index in reversed(range(len(groups) if share else 0)):
-        wires[index] = wire
-        left -= sum(plan.params[param].num_bytes for param in groups[index])
-        if left <= 0:
-            break
-    return wires
+def _wires_of_last(plan: Plan) -> list[str | None]:
+    """Returns int8 for the last buckets, at least one, which have a quarter of all bytes."""
+    ends = list(accumulate(bucket.num_bytes for bucket in plan.buckets))
+    wide_bytes = (1 - _LAST_BYTES) * ends[-1]
+    return [AUTO_WIRE if end > wide_bytes else None for end in ends]
 
 
 def _is_too_large(plan: Plan) -> bool:

@@ -1,6 +1,8 @@
 """What a bucket does with `.grad`, and that recording its transfer changes nothing in it."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ from torch import Tensor, nn
 from support.strategies import spec
 from undertow.buckets.gradients import WholeGradients
 from undertow.buckets.memory import BucketMemory, Copy
-from undertow.buckets.recorder import BucketMarks, RecordedTransfer
+from undertow.buckets.recorder import BucketMarks, RecordedTransfer, Recorder
 from undertow.buckets.sparse import SparseGradients
 from undertow.buckets.trailer import TrailerCodec
 from undertow.buckets.transfer import BucketTransfer
+from undertow.device import device_of
 from undertow.plan import plan_from_groups
 from undertow.ranks.dither import Turn
 from undertow.ranks.transport import Handle
@@ -203,3 +206,13 @@ def test_marks_lie_around_the_start_and_the_wait(is_only: bool) -> None:
     transfer.finish()
     assert events == ["mark", "mark", "start", "completes", "mark", "finish", "mark"]
     assert (transfer.kind, transfer.is_completed()) == (OpKind.ALL_REDUCE, True)
+
+
+def test_a_model_that_is_dropped_in_a_backward_is_not_in_one_any_more() -> None:
+    group: Any = SimpleNamespace(rank=0, hardware=device_of(torch.device("cpu")))
+    recorder = Recorder(group, level="off")
+    key = id(recorder)
+    recorder.backward_begins(generation=0)
+    assert key in Recorder.in_backward
+    del recorder
+    assert key not in Recorder.in_backward

@@ -24,9 +24,9 @@ def reduced(facts: Sequence[Facts], *, dtype: torch.dtype = torch.float32, divid
     layout = plan.buckets[0]
     codecs = []
     for rank, own in enumerate(facts):
-        storage = BucketMemory(layout, [torch.zeros(6, dtype=dtype)])
+        storage = BucketMemory(layout, [torch.zeros(6, dtype=dtype, device="cpu")])
         divisor = num_ranks if divides else 1
-        codec = TrailerCodec(layout, storage.trailer, divisor=divisor, rank=rank, names=range(10, 10 + num_ranks))
+        codec = TrailerCodec(layout, storage, divisor=divisor, rank=rank, names=range(10, 10 + num_ranks))
         codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=own)
         codecs.append((codec, storage))
     total = torch.stack([storage.flat for _, storage in codecs]).sum(dim=0)
@@ -44,8 +44,26 @@ def test_ranks_that_set_a_flag_are_known_to_all(fact: str, divides: bool, dtype:
     assert {name: marked for name, marked in reading.flags.items() if marked} == {fact: (11, 12)}
 
 
-def test_usual_trailers_say_nothing() -> None:
-    assert reduced([Facts(digests={"settings": 7}, numbers={"busy_ms": 2.0})] * 3)[0] is None
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("divides", [True, False])
+def test_usual_trailers_say_nothing_and_are_not_parsed(
+    divides: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrailerCodec, "parse", lambda *_: pytest.fail("it was parsed, which takes long"))
+    facts = [Facts(digests={"settings": 7}, numbers={"busy_ms": 2.0})] * 4
+    assert reduced(facts, dtype=dtype, divides=divides)[0] is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_parameter_without_a_gradient_is_unused_until_it_has_one_again(dtype: torch.dtype) -> None:
+    plan = plan_from_groups([spec("weight", 6, dtype=str(dtype).removeprefix("torch."))] * 3, ((0, 1, 2),), num_ranks=2)
+    storage = BucketMemory(plan.buckets[0], [torch.zeros(6, dtype=dtype)] * 3)
+    codec = TrailerCodec(plan.buckets[0], storage, divisor=2, rank=0, names=range(2))
+    used = []
+    for unused in ([], [1], [0, 2], []):
+        codec.write(unused=unused, signature=signature_of(generation=1, mode=0), step=3, facts=Facts())
+        used.append(storage.trailer[:3].tolist())
+    assert used == [[1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 1, 1]]
 
 
 @pytest.mark.parametrize("fact", [name for name, kind in FACTS.items() if kind is FactKind.DIGEST])
@@ -86,10 +104,17 @@ def test_a_new_fact_is_one_line(kind: FactKind, monkeypatch: pytest.MonkeyPatch)
 def test_a_digest_that_is_left_out_accepts_the_others_again() -> None:
     plan = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
     storage = BucketMemory(plan.buckets[0], [torch.zeros(6)])
-    codec = TrailerCodec(plan.buckets[0], storage.trailer, divisor=2, rank=0, names=range(2))
+    codec = TrailerCodec(plan.buckets[0], storage, divisor=2, rank=0, names=range(2))
     written = []
     for facts in (Facts(), Facts(digests={"settings": 5}), Facts()):
         codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=facts)
         written.append(storage.trailer.clone())
     assert torch.equal(written[0], written[2])
     assert not torch.equal(written[0], written[1])
+
+
+def test_a_default_device_does_not_move_the_trailer_from_the_host() -> None:
+    with torch.device("meta"):
+        reading, codec = reduced([Facts(flags={"failed": (0,)}, numbers={"busy_ms": 2.0}), Facts(numbers={"busy_ms": 4.0})])
+        assert reading is not None
+        assert (reading.flags["failed"], codec.numbers("busy_ms")) == ((10,), (2.0, 4.0))

@@ -358,26 +358,26 @@ INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda saved: os.truncate(saved / INDEX, 1 << 40),
         "undertow.json has 1,099,511,627,776 bytes",
     ),  # but not on the disk
-    "no optimizer": (change_index(optimizers=[]), "the number of optimizers is 1, and 0 in the checkpoint"),
+    "no optimizer": (change_index(optimizers=[]), "optimizers in the checkpoint: 0; given: 1"),
     "an optimizer that steers a terminal": (change_optimizer(optimizer="\x1b[2J\ud800"), r"the state of \\x1b\[2J\\ud800,"),
     "a file that is missing": (change_index(files={STATE: [], "optimizer-1.safetensors": []}), "undertow.json differ"),
     "only missing files": (change_index(files={"optimizer-7.safetensors": []}), "optimizer-7.safetensors is missing"),
-    "a file elsewhere": (change_index(files={"../optimizer-0.safetensors": []}), "has 'files' as save_checkpoint does not"),
+    "a file elsewhere": (change_index(files={"../optimizer-0.safetensors": []}), "has a 'files' that save_checkpoint does not"),
     "a file too few": (change_index(files={}), "optimizer-0.safetensors belongs to no entry of undertow.json"),
     "a field too many": (change_index(num_files=1), "has 'num_files', which save_checkpoint does not write"),
     "a list": (text("[]"), "undertow.json is not"),
     **{
-        f"{name} as a list": (change_index(**{name: [1]}), f"has '{name}' as save_checkpoint does not write it: ")
+        f"{name} as a list": (change_index(**{name: [1]}), f"has a '{name}' that save_checkpoint does not write: ")
         for name in ("save", "saved_ns", "extra_states", "files", "optimizers")
     },
-    "an optimizer as a list": (change_index(optimizers=[[]]), "has 'optimizers' as save_checkpoint"),
-    "a group as a list": (change_optimizer(param_groups=[["0.weight"]]), "has 'optimizers' as save_checkpoint"),
-    "parameters as an object": (change_group(params={"0.weight": 1}), "has 'optimizers' as save_checkpoint"),
-    "axes as a list": (change_optimizer(axes=[]), "has 'optimizers' as save_checkpoint"),
+    "an optimizer as a list": (change_index(optimizers=[[]]), "has a 'optimizers' that save_checkpoint"),
+    "a group as a list": (change_optimizer(param_groups=[["0.weight"]]), "has a 'optimizers' that save_checkpoint"),
+    "parameters as an object": (change_group(params={"0.weight": 1}), "has a 'optimizers' that save_checkpoint"),
+    "axes as a list": (change_optimizer(axes=[]), "has a 'optimizers' that save_checkpoint"),
     "other axes": (change_optimizer(axes={"0.weight": [1, 0, 2]}), "has other axes of '0.weight'"),
-    "a time in the past": (change_index(saved_ns=-1), "has 'saved_ns' as save_checkpoint"),
-    "outer as a list": (change_index(outer=[], num_replicas=1, writers=[[0]]), "has 'outer' as save_checkpoint"),
-    "no replicas": (change_index(outer=OUTER, num_replicas=0, writers=[]), "has 'num_replicas' as save_checkpoint"),
+    "a time in the past": (change_index(saved_ns=-1), "has a 'saved_ns' that save_checkpoint"),
+    "outer as a list": (change_index(outer=[], num_replicas=1, writers=[[0]]), "has a 'outer' that save_checkpoint"),
+    "no replicas": (change_index(outer=OUTER, num_replicas=0, writers=[]), "has a 'num_replicas' that save_checkpoint"),
     "writers of others": (change_index(outer=OUTER, num_replicas=2, writers=[[0]]), "has 'writers' of 1 replicas, not 2"),
     "replicas that are missing": (change_index(outer=OUTER, num_replicas=1, writers=[[0]]), "outer.safetensors is missing"),
     **{
@@ -395,7 +395,7 @@ INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a scheduler's rate as a text": (change_group(initial_lr="0.1"), "has '0.1' for 'initial_lr', and the optimizer None"),
     "no groups": (change_optimizer(param_groups=[]), "the checkpoint's 0 parameter groups differ from the optimizer's 1"),
     "a tensor as a value": (change_index(extra_states={"0.weight": 1}), "has '0.weight' as a value, and the model's is"),
-    "axes twice": (change_optimizer(axes={"0.weight": [0, 0]}), "has 'optimizers' as save_checkpoint does not write it"),
+    "axes twice": (change_optimizer(axes={"0.weight": [0, 0]}), "has a 'optimizers' that save_checkpoint does not write"),
 }
 
 

@@ -30,7 +30,7 @@ FAILED = "backward failed on rank 0, 2.\n"
 SETTINGS = "ranks step with different settings of an optimizer.\n"
 TEXTS = {
     DIFFERENT: "  synchronization 5, rank 1\n"
-    "  Run as many synchronized backwards and optimizer steps on every rank; one without a backward calls finish().",
+    "  Run the same number of synchronized backwards and steps on every rank. A rank without a backward calls finish().",
     OVERDUE: "  synchronization 5, rank 1, or the one before\n"
     "  Let the first two steps use parameters as often as later ones do, or set overlap=False.",
     FAILED: "  synchronization 5, rank 1\n"
@@ -90,7 +90,7 @@ def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, 
     error = changed_unlike(round_with({"flags": {"changed": (3,)}}, {"flags": {"changed": (1,)}}), of_ranks(4), change)
     assert (type(error), str(error)) == (
         PlanMismatch,
-        "the parameters, or the communication hook, have changed on rank 1, 3 and not on rank 0, 2.\n"
+        "the parameters, or the communication hook, have changed on rank 1, 3, but not on rank 0, 2.\n"
         f"  synchronization 5, rank 1{where}\n"
         "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
     )

@@ -13,7 +13,8 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow.buckets.trailer import Reading
 from undertow.config import SyncConfig
-from undertow.engine.checks import Checks, Loads, NonFinite
+from undertow.engine.checks import Checks, Loads
+from undertow.engine.nonfinite import NonFinite
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import NonFiniteGradient
 from undertow.plan import plan_from_groups

@@ -621,6 +621,8 @@ def test_a_parameter_that_is_unfrozen_in_its_backward_is_refused() -> None:
     text = "PhaseError: a parameter was unfrozen while the backward ran that trains it"
     assert all(error.startswith(text) for error in errors), errors
     assert all(f"parameter 'units.1.bias', rank {rank}" in error for rank, error in enumerate(errors)), errors
+    remedy = "Unfreeze parameters before their backward, and outside of functional_call."
+    assert all(error.splitlines()[2].strip() == remedy for error in errors), errors
 
 
 def test_buffers_follow_rank_0_before_the_forward() -> None:

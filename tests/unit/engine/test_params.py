@@ -35,7 +35,7 @@ def test_layers_that_are_declared_to_be_sparse_are() -> None:
 
 def test_the_first_difference_is_told() -> None:
     before = [spec("a", 6), spec("b", 6)]
-    assert first_change(before, before[1:]) == "parameter 'a' is not trained any more"
+    assert first_change(before, before[1:]) == "parameter 'a' is no longer trained"
     assert first_change(before[1:], before) == "parameter 'a' is trained now"
     assert first_change(before, [spec("a", 4), spec("b", 6)]) == (
         "parameter 'a' was (6,) float32 on cpu and is (4,) float32 on cpu"

@@ -75,6 +75,41 @@ def test_other_values_are_not_compared(value: object) -> None:
     assert "lr" not in dict(of(PARAMS[0], lr=value)[0].values)
 
 
+def test_settings_follow_every_change_between_two_steps() -> None:
+    optimizer = torch.optim.SGD(PARAMS, lr=0.1)
+    (group,) = optimizer.param_groups
+    rate, rates = torch.tensor(0.5), [0.25, 0.5]
+    shown = []
+
+    def step() -> None:
+        (found,) = settings_of(optimizer, NAMES, NAMES)
+        shown.append(dict(found.values).get("lr"))
+
+    for value in (0.1, 0.2, True, 1, 1.5, rate, rates, (rates,), None, 0.1):
+        group["lr"] = value
+        step()
+        step()
+    for in_place, change in ((rate, lambda: rate.fill_(2.0)), (rates, lambda: rates.append(3.0))):
+        group["lr"] = in_place
+        step()
+        change()
+        step()
+    expected = ["0.1", "0.2", "True", "1", "1.5", "0.5", "(0.25, 0.5)", "((0.25, 0.5))", None, "0.1"]
+    in_place_ones = ["0.5", "2", "(0.25, 0.5)", "(0.25, 0.5, 3)"]
+    assert shown == [*(text for text in expected for _ in range(2)), *in_place_ones]
+
+
+def test_another_parameter_names_its_group_and_settings_that_stay_are_not_described_again() -> None:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(300)]  # numbers above 256 are new objects each time
+    names = {id(param): f"{place:03}" for place, param in enumerate(params)}
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    first, second = (settings_of(optimizer, names, names) for _ in range(2))
+    assert first[0] is second[0]
+    optimizer.param_groups[0]["params"][0] = params[1]
+    (third,) = settings_of(optimizer, names, names)
+    assert (first[0].label, third.label) == ("group 0 of SGD with '000'", "group 0 of SGD with '001'")
+
+
 def test_words_of_the_program_and_choices_of_an_implementation_are_not_compared() -> None:
     assert dict(of(PARAMS[0], seen_on=1, foreach=True)[0].values) == dict(of(PARAMS[0])[0].values)
 

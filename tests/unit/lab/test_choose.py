@@ -12,22 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.steps import (
+from support.strategies import spec, specs_of_sizes
+from undertow.lab.planning import Choice, StepModel, StepTiming, choose
+from undertow.lab.planning.choose import LEAST_GAIN, SLACK
+from undertow.plan import ParamSpec, Wires, equal_groups, plan_from_groups
+from undertow.wire import WIRES
+from unit.lab.steps import (
     SHAPES,
     Case,
     LineCosts,
     lines,
     random_case,
 )
-from support.strategies import spec, specs_of_sizes
-from undertow.lab.planning import Choice, StepModel, StepTiming, choose
-from undertow.lab.planning.choose import LEAST_GAIN, SLACK
-from undertow.plan import ParamSpec, Wires, equal_groups, plan_from_groups
-from undertow.wire import WIRES
 
 # Sums of a few dozen times, in another order than the planner's: some units in the last place of 1e2.
 ROUNDING = {"rel": 1e-12, "abs": 1e-10}
-NUM_CASES = 4 * settings.default.max_examples  # as many as tell one grouping from another: 100, or more in a thorough run
+NUM_CASES = 100  # as many as tell one grouping from another
 each_form = pytest.mark.parametrize("has_shards", [False, True], ids=["whole", "in shards"])
 
 
@@ -224,6 +224,7 @@ def test_one_exposed_bucket_in_int8_costs_the_processor_time_of_one() -> None:
 
 @pytest.mark.deep
 @each_form
+@settings(max_examples=25)
 @given(ns_per_byte=st.floats(0.1, 200), numels=st.lists(st.integers(1, 300_000), min_size=1, max_size=8))
 def test_no_bucket_is_narrow_without_need(ns_per_byte: float, numels: list[int], has_shards: bool) -> None:
     # Of the narrower ones int8 saves less than it costs, if the link is fast.

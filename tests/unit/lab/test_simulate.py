@@ -10,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from support.errors import refusal
-from support.steps import FREE, lines, profile_of
 from undertow.lab.cost import CostCurve, Costs, NodeCosts
 from undertow.lab.planning import StepModel, StepTiming
 from undertow.lab.profile import Profile
@@ -26,6 +25,7 @@ from undertow.schedule import (
 )
 from undertow.trace import StepRecord, Trace
 from undertow.wire import WIRES
+from unit.lab.steps import FREE, lines, profile_of
 
 # Times are multiples of a microsecond, or end in clocks that add up a few hundred of them: what remains is rounding.
 ROUNDING_US = 1e-6
@@ -340,6 +340,16 @@ def test_measured_times_are_those_of_the_slowest_rank() -> None:
     assert simulate(profile, plan, DDP, FIXED).step_us == pytest.approx(as_measured, abs=1.1)  # the fast rank's update
     more = plan_from_groups(profile.params, [[1, 0]], num_ranks=64)
     assert simulate(profile, more, DDP, FIXED).step_us > as_measured + 2
+
+
+@pytest.mark.parametrize("num_ranks", [3, 101, 16_384])
+def test_the_record_is_of_a_typical_rank(num_ranks: int) -> None:
+    """The fastest one of 16,384 computes for a time that few have, and waits for longer."""
+    plan = plan_from_groups(TWO.params, [[1, 0]], num_ranks=num_ranks)
+    record = simulate(TWO, plan, DDP, FIXED, replace(IDEAL, skew=0.02))
+    assert record.forwards[0][1] == pytest.approx(10, rel=1e-3)  # the mean rank's
+    assert record.busy_ms[record.rank] == pytest.approx(sum(record.busy_ms) / num_ranks, rel=1e-3)
+    assert record.late_rank_us() < 1e3 * (max(record.busy_ms) - min(record.busy_ms))
 
 
 SQUARES = tuple(replace(spec, shape=(512, 512), is_whole=True) for spec in TWO.params)

@@ -1,9 +1,12 @@
 """Layers, fragments and their turns."""
 
+from collections import deque
+from itertools import product
+
 import pytest
 
 from undertow.config import Outer
-from undertow.plan.fragments import Turns, chosen_turns, fixed_turns, layers_of, starts_after
+from undertow.plan.fragments import Turns, chosen_turns, exposed_us, fixed_turns, layers_of, starts_after
 
 
 def test_a_layer_is_the_path_to_the_first_number_or_the_first_child() -> None:
@@ -71,3 +74,31 @@ def test_given_fragments_or_delay_are_kept() -> None:
     assert chosen_turns(Outer(every=30, fragments=2), **how) == Turns(fragments=2, delay=3)
     assert chosen_turns(Outer(every=30, delay=5), **how) == Turns(fragments=1, delay=5)
     assert chosen_turns(Outer(every=1), **how) == Turns(fragments=1, delay=0)
+
+
+def waits_step_by_step(times_us: tuple[int, ...], *, delay: int, every: int, step_us: int) -> list[int]:
+    """The waits of every step of ten periods: a link that carries one exchange after the other, and a clock."""
+    now_us = free_us = 0
+    flights: deque[tuple[int, int]] = deque()  # the step after which it is due, and its end
+    waits_us = []
+    for step in range(1, 10 * every + 1):
+        now_us += step_us
+        for fragment, time_us in enumerate(times_us):
+            if starts_after(step, fragment, num_fragments=len(times_us), every=every):
+                free_us = max(free_us, now_us) + time_us
+                flights.append((step + delay, free_us))
+        began_us = now_us
+        while flights and flights[0][0] <= step:
+            now_us = max(now_us, flights.popleft()[1])
+        waits_us.append(now_us - began_us)
+    return waits_us
+
+
+@pytest.mark.parametrize("times_us", [(5,), (40,), (200,), (3, 30), (30, 3), (9, 9, 9), (1, 70, 1), (64, 64, 64)])
+def test_the_exposed_time_is_the_one_of_a_link_and_a_clock_step_by_step(times_us: tuple[int, ...]) -> None:
+    for delay, every in product((0, 1, 2, 5), (6, 7, 10)):
+        waits_us = waits_step_by_step(times_us, delay=delay, every=every, step_us=8)
+        found = exposed_us(times_us, delay=delay, every=every, step_us=8)
+        # Times are whole numbers, so that sums are exact.
+        assert found == sum(waits_us[-every:]) / every, (delay, every)
+        assert (found == 0) is (not any(waits_us)), (delay, every)

@@ -1,6 +1,7 @@
 """Owners of whole parameters: their balance on real models, and on models of any shape."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.strategies import param_lists
 from undertow.plan import ParamSpec, default_caps, group_by_size, reverse_registration
-from undertow.plan.owners import lower_bound, owners_of, totals_by_rank, update_work
+from undertow.plan.owners import largest_over_mean, lower_bound, owners_of, totals_by_rank, update_work
 
 Shape = tuple[int, ...]
 
@@ -101,6 +102,23 @@ def test_every_parameter_has_one_owner_which_is_the_same_each_time(params: list[
     assert [len(ranks) for ranks in owners] == [len(group) for group in groups]
     assert all(0 <= rank < num_ranks for ranks in owners for rank in ranks)
     assert owners == owners_of(params, groups, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_matrices", "num_ranks", "factor"), [(8, 8, 1.0), (8, 16, 2.0), (8, 24, 1.125), (8, 16_384, 1.125), (1, 1024, 2.0)]
+)
+def test_the_busiest_rank_of_many_exchanges_about_as_much_as_the_mean(num_matrices: int, num_ranks: int, factor: float) -> None:
+    params, group = specs([(8, 8)] * num_matrices), range(num_matrices)
+    params = [replace(spec, is_whole=True) for spec in params]
+    (owners,) = owners_of(params, [group], num_ranks=num_ranks)
+    assert largest_over_mean(params, group, owners, num_ranks=num_ranks) == pytest.approx(factor)
+    assert largest_over_mean(params, group, num_ranks=num_ranks) == pytest.approx(factor)
+
+
+def test_sums_of_narrow_gradients_cross_in_fp32() -> None:
+    (spec,) = specs([(8, 8)])
+    narrow = replace(spec, dtype="bfloat16", itemsize=2, is_whole=True)
+    assert largest_over_mean([narrow], [0], [0], num_ranks=24) == 3.0
 
 
 def test_a_bucket_in_equal_parts_is_an_empty_group() -> None:

@@ -129,6 +129,67 @@ def test_ranks_may_start_gathers_in_different_orders() -> None:
         assert flat.view(num_ranks, numel)[:, 0].tolist() == [peer + number for peer in range(num_ranks)]
 
 
+UNEVEN = [range(5), range(5, 5), range(5, 1000)]
+
+
+@in_ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_that_differ_much_travel_in_equal_pieces(kind: str, dtype: torch.dtype) -> None:
+    """Rank 1 has none, and rank 2 nearly all. Several exchanges are in flight, between others of equal parts."""
+    rank, part, started = dist.get_rank(), UNEVEN[dist.get_rank()], []
+    with exchanging(kind) as exchanges:
+        for index in range(4):
+            given = of_ranks(3 * 340, index, dtype)
+            total = chain_of_adds([storage[:1000] for storage in given], dtype) / 3
+            pieces = whole(3, 340)
+            own = part if index % 2 == 0 else pieces.parts[rank]
+            wanted = torch.cat([total, torch.zeros(20)])[own.start : own.stop]
+            storage, shard = given[rank], torch.full((len(own),), torch.nan)
+            storage[1000 : 3 * 340] = 0
+            parts = UNEVEN if index % 2 == 0 else None
+            handle = exchanges.reduce_scatter(storage, shard, pieces, trailer=storage[3 * 340 :], parts=parts)
+            started.append((handle, storage, shard, wanted))
+        for handle, storage, shard, wanted in started:
+            handle.wait()
+            assert storage[-2:].tolist() == [1.0, 3.0]
+            # Without an order the backend's own, in the gradients' dtype: two roundings of sums below 16, divided by three.
+            atol = 16 * torch.finfo(dtype).eps if kind == "native" else 0.0
+            torch.testing.assert_close(shard, wanted, rtol=0.0, atol=atol)
+        values, wire = noise(1000, rank=0).to(dtype), WIRES["int8"]
+        flat = torch.zeros(1002, dtype=dtype)
+        flat[part.start : part.stop] = values[part.start : part.stop]
+        parcel, sums = Encoded(wire, torch.float32, 0, UNEVEN), torch.ones(1000)
+        handles = [
+            exchanges.all_gather(flat, UNEVEN, number=0),
+            exchanges.all_gather_differences(
+                lambda into: into.copy_(values[part.start : part.stop]), sums, parcel, number=1, then=lambda: None
+            ),
+        ]
+        for handle in handles:
+            handle.wait()
+        assert torch.equal(flat[:1000], values)
+        assert torch.equal(sums, values.float() + 1)
+
+
+@in_ranks(3)
+def test_ranks_may_start_gathers_of_pieces_in_different_orders() -> None:
+    rank, numel, counts = dist.get_rank(), 3 << 20, range(3)  # gloo does not buffer so much
+    parts = [
+        [range(numel if owner == 0 else 0), range(numel if owner == 0 else 0, numel if owner < 2 else 0)] for owner in counts
+    ]
+    for owner in counts:
+        parts[owner].append(range(parts[owner][1].stop, numel))
+    flats = [torch.full((numel,), float(number) if rank == number else -1.0) for number in counts]
+    with exchanging("posted") as exchanges:
+        for _ in range(5):
+            order = [(rank + number) % 3 for number in counts]
+            handles = [exchanges.all_gather(flats[number], parts[number], number=number) for number in order]
+            for handle in handles:
+                handle.wait()
+    assert all(torch.equal(flat, torch.full_like(flat, number)) for number, flat in enumerate(flats))
+
+
 @in_ranks(2, 3)
 def test_values_travel_only_if_the_ranks_are_alike() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()

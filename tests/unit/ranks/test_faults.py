@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from support.pages import snippets
 from support.project import ROOT
 from undertow import PeerFailed, RankLost
-from undertow.engine.checks import Finding, mismatch
+from undertow.engine.checks import mismatch
+from undertow.engine.nonfinite import Finding
 from undertow.ranks import faults
 from undertow.ranks.answers import Answer, Answers, Call, Ranks, answers_from, in_ranges, stall_text
 from undertow.ranks.faults import Activity
@@ -42,7 +43,7 @@ WAITING = {0: waiting(31.4), 2: waiting(30.0)}
 
 def test_a_report_has_every_rank_and_names_the_late_ones() -> None:
     assert stall_text(table({1: LATE, **WAITING}), {4: "rank 4 has left: so it is."}, num_ranks=5) == (
-        "rank 0 has waited 31 s for bucket 2 ('a', 'b'): ranks 1, 3 have not come.\n"
+        "rank 0 has waited 31 s for bucket 2 ('a', 'b'): ranks 1, 3 have not arrived.\n"
         "  ranks 0, 2: synchronization 7, wait for bucket 2 ('a', 'b')\n"
         "  rank 1: synchronization 7, loading data\n"
         "    train.py, line 4, in rows\n"
@@ -55,7 +56,7 @@ def test_a_report_has_ranks_in_ranges() -> None:
     answers = {rank: waiting(30.0) for rank in range(16_384) if rank not in (63, 100, 101)}
     gone = {100: "rank 100 has left: so it is.", 101: "rank 101 has left: so it is."}
     assert stall_text(table(answers), gone, num_ranks=16_384) == (
-        "rank 0 has waited 30 s for bucket 2 ('a', 'b'): rank 63 has not come.\n"
+        "rank 0 has waited 30 s for bucket 2 ('a', 'b'): rank 63 has not arrived.\n"
         "  ranks 0-62, 64-99, 102-16383: synchronization 7, wait for bucket 2 ('a', 'b')\n"
         "  rank 63: no answer; it is stopped, out of reach, or in a call that keeps Python from running\n"
         "  ranks 100, 101: each has left: so it is."
@@ -75,7 +76,7 @@ def test_a_report_on_many_late_ranks_stays_short() -> None:
 def test_every_second_rank_of_many_is_no_endless_line() -> None:
     answers = {rank: waiting(30.0) for rank in range(0, 16_384, 2)}
     first, *_ = stall_text(table(answers), {}, num_ranks=16_384).split("\n")
-    assert first.endswith(": ranks 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31 and 8176 more have not come.")
+    assert first.endswith(": ranks 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31 and 8176 more have not arrived.")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_every_error_of_a_fault_is_a_new_one(fault: faults.Fault, kind: type[Exc
     ("waits_for", "remedy"),
     [
         ("bucket 0 ('weight')", "Give every rank the same number of batches"),
-        ("the state of a ShardedOptimizer, for which every rank must call state_dict()", "Move the call out of `if rank == 0`"),
+        ("the state of a ShardedOptimizer, for which every rank must call state_dict()", "Make the call on every rank"),
     ],
 )
 def test_the_remedy_of_a_rank_that_left_fits_the_wait_for_it(waits_for: str, remedy: str) -> None:

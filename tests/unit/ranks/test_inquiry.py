@@ -89,7 +89,7 @@ def until_over(network: Network, clock: Callable[[float], None]) -> None:
         network.look()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5, 1021, 1024, pytest.param(16_384, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 1021, *(pytest.param(each, marks=pytest.mark.deep) for each in (1024, 16_384))])
 def test_answers_go_up_the_ring_once(num_ranks: int) -> None:
     late = num_ranks - 2 if num_ranks > 2 else 1
     network = Network(num_ranks, [late])
@@ -103,7 +103,7 @@ def test_answers_go_up_the_ring_once(num_ranks: int) -> None:
     assert all(watch.inquiry.answers is not None for watch in network.watches)
     waiting = {2: "rank 0", 3: "ranks 0, 2", 5: "ranks 0-2, 4"}.get(num_ranks, f"ranks 0-{late - 1}, {late + 1}")
     verb = "wait" if num_ranks > 2 else "waits"
-    assert text.startswith(f"rank 0 has waited 31 s for {BUCKET}: rank {late} has not come.\n")
+    assert text.startswith(f"rank 0 has waited 31 s for {BUCKET}: rank {late} has not arrived.\n")
     assert f"\n  {waiting}: synchronization 3, {verb} for {BUCKET}" in text
     assert len(text.split("\n")) <= 24
 
@@ -184,7 +184,7 @@ def test_a_stall_prints_few_lines(late: Iterable[int], caplog: pytest.LogCapture
 def test_the_late_rank_and_the_lowest_waiting_one_print_the_report(caplog: pytest.LogCaptureFixture) -> None:
     lines_of_a_stall(8, [5], caplog)
     whole = [rank for rank, message in enumerate(caplog.messages) if "\n" in message]
-    head = f"rank 0 has waited 31 s for {BUCKET}: rank 5 has not come. The log of rank 0 has the whole report."
+    head = f"rank 0 has waited 31 s for {BUCKET}: rank 5 has not arrived. The log of rank 0 has the whole report."
     assert whole == [0, 5]
     assert {message for message in caplog.messages if "\n" not in message} == {head}
 

@@ -2,16 +2,18 @@
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from undertow import SyncConfig
-from undertow.errors import StallTimeout
+from undertow.errors import RankLost, StallTimeout
 from undertow.ranks import handshake, meeting
 from undertow.ranks.handshake import connect_ring
 from undertow.ranks.meeting import meeting_of
@@ -50,6 +52,13 @@ class Counted:
     def check(self, keys: list[str]) -> bool:
         self._ask("check", max(keys, key=len))
         return self._store.check(keys)
+
+    def clone(self) -> "Counted":
+        return self
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        self._ask("wait", max(keys, key=len))
+        self._store.wait(keys, limit)
 
     def delete_key(self, key: str) -> bool:
         self._ask("delete_key", key)
@@ -92,9 +101,36 @@ def test_meetings_leave_a_counter_and_no_texts(makes_ring: bool, store: Counted)
         all_meet(5, makes_ring=makes_ring)
         num_kept.append(len([key for key in store.keys if "/tries/" not in key]))
     places = 2 if makes_ring else 1
-    # The counters of the last meeting: a slow rank may still read them.
-    assert num_kept == [places] * 4
+    # A counter and an empty text of each place of the last meeting: a slow rank may still read them.
+    assert num_kept == [2 * places] * 4
     assert store.longest <= 200
+
+
+def test_ranks_that_wait_for_a_late_one_make_one_request_each(store: Counted) -> None:
+    """As long as it takes: 16 ranks."""
+    all_meet(16, late=lambda: time.sleep(1.0))
+    at_once = Counter({"set": 17, "add": 32, "delete_key": 16 + 8})  # texts and the end, tries and counts
+    asked = store.num_asked - at_once
+    assert asked["wait"] == 15
+    assert sum(asked.values()) <= 60
+
+
+def test_a_fault_ends_a_wait_in_the_store(store: Counted) -> None:
+    """The watch of the ring knows of it, and no rank arrives."""
+
+    class Faulty(NullWatch):
+        fault: Any = None
+
+        def check(self) -> None:
+            if self.fault is not None:
+                raise RankLost("rank 1 is gone.", where="here", remedy="")
+
+    watch = Faulty()
+    threading.Timer(0.5, lambda: setattr(watch, "fault", "gone")).start()
+    started_s = time.monotonic()
+    with pytest.raises(RankLost), meeting_of((0, 1), 0, SyncConfig(), watch, 300.0) as met:
+        met.arrive("group")
+    assert time.monotonic() - started_s < 5.0
 
 
 class Clock:
@@ -114,6 +150,13 @@ class Clock:
             event[1]()
 
 
+@pytest.fixture
+def cannot_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that answers at once only, as a user's own may be."""
+    monkeypatch.delattr(Counted, "clone")
+
+
+@pytest.mark.usefixtures("cannot_wait")
 @pytest.mark.parametrize(("num_ranks", "most_adds"), [(2, 45), (16, 30), (1024, 24), (16_384, 24)])
 def test_a_rank_that_waits_for_a_late_one_asks_for_one_counter(
     num_ranks: int, most_adds: int, store: Counted, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +172,7 @@ def test_a_rank_that_waits_for_a_late_one_asks_for_one_counter(
     assert 7.0 <= clock.now_s < 9.5
 
 
+@pytest.mark.usefixtures("cannot_wait")
 def test_one_rank_asks_who_is_late_and_says_so(
     store: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,6 +195,7 @@ def test_one_rank_asks_who_is_late_and_says_so(
     assert store.num_asked["check"] <= 25  # 1,022 if each key were asked for
 
 
+@pytest.mark.usefixtures("cannot_wait")
 def test_a_rank_that_comes_after_the_others_have_given_up_is_told(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(meeting, "time", clock)
@@ -160,6 +205,7 @@ def test_a_rank_that_comes_after_the_others_have_given_up_is_told(store: Counted
     assert clock.now_s < 13.0  # the second one has not waited
 
 
+@pytest.mark.usefixtures("cannot_wait")
 def test_ranks_of_which_many_are_late_are_named_in_ranges(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(meeting, "time", clock)

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from support.unconnected import Network, Unconnected
 from undertow.plan.facts import trailer_at
 from undertow.plan.layout import equal_parts, round_up
 from undertow.ranks.carriers import PostedMessages
@@ -176,49 +176,6 @@ def test_coding_takes_few_calls(num_ranks: int) -> None:
 
 
 # Ranks that nothing connects.
-
-
-class Network:
-    """What ranks have sent and where they receive."""
-
-    def __init__(self) -> None:
-        self.sent: dict[tuple[int, int, int], Tensor] = {}
-        self.expected: dict[tuple[int, int, int], Tensor] = {}
-        self.num_messages, self.num_bytes = Counter[int](), Counter[int]()
-
-    def deliver(self) -> None:
-        """Each message has its receive, of its size, and each receive its message."""
-        assert self.sent.keys() == self.expected.keys()
-        for key, tensor in self.sent.items():
-            self.expected[key].copy_(tensor)
-        self.sent.clear()
-        self.expected.clear()
-
-
-class Unconnected:
-    """The group of one rank of a network, as a carrier uses it."""
-
-    def __init__(self, network: Network, rank: int, num_ranks: int) -> None:
-        self.network, self.rank, self.num_ranks = network, rank, num_ranks
-        self.process_group = mock.Mock()
-        self.peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
-
-    def worker(self, _name: str) -> Any:
-        return mock.Mock()
-
-    def send(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        for peer in self.peers:
-            if parts[peer].numel():
-                self.network.sent[self.rank, peer, tag] = parts[peer].clone()
-                self.network.num_messages[self.rank] += 1
-                self.network.num_bytes[self.rank] += parts[peer].numel() * parts[peer].itemsize
-        return []
-
-    def receive(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        for peer in self.peers:
-            if parts[peer].numel():
-                self.network.expected[peer, self.rank, tag] = parts[peer]
-        return []
 
 
 def summed(num_ranks: int, numel: int, *, tag: int = 0, is_whole: bool = False) -> Network:

@@ -1,6 +1,7 @@
 """Parameters in the memory of their bucket, and placeholders of gradients."""
 
 import io
+import math
 import re
 from collections.abc import Callable
 
@@ -35,6 +36,24 @@ def test_a_rank_without_others_to_gather_from_keeps_no_second_copy_of_its_parame
     assert (flat.exact, flat.parcel) == (None, None)
 
 
+@pytest.mark.parametrize(("dtype", "param_wire"), [("float32", "int8"), ("bfloat16", None)], ids=["in a format", "in 16 bits"])
+@pytest.mark.parametrize("written", [None, 5.0, math.nan])
+def test_exact_values_are_copied_only_if_other_code_has_written_to_the_parameter(
+    dtype: str, param_wire: str | None, written: float | None
+) -> None:
+    param = nn.Parameter(torch.full((1024,), 1.0, dtype=getattr(torch, dtype)))
+    (bucket,) = plan_from_groups([spec("weight", 1024, dtype=dtype)], ((0,),), num_ranks=2, block=512).buckets
+    flat = FlatParams(bucket, [param], rank=0, num_ranks=2, num_shards=2, param_wire=param_wire)
+    assert flat.exact is not None
+    flat.exact.add_(2**-12)  # less than a unit of bfloat16: the parameter stays
+    expected, version = flat.exact.clone(), flat.exact._version
+    if written is not None:
+        param.data[3] = expected[3] = written
+    flat.follow_writes()
+    assert torch.equal(flat.exact.nan_to_num(-1.0), expected.nan_to_num(-1.0))
+    assert (flat.exact._version == version) == (written is None)
+
+
 def test_nan_does_not_stay_between_parameters() -> None:
     specs = [spec("one", 520), spec("other", 600)]
     (bucket,) = plan_from_groups(specs, ((0, 1),), num_ranks=1, block=512).buckets
@@ -46,7 +65,7 @@ def test_nan_does_not_stay_between_parameters() -> None:
     assert sum(gap.numel() for gap in gaps) == bucket.numel - 1120
 
 
-REMEDY = "Clip with optimizer.clip_grad_norm_(), look at all of it with model.full_gradient(param), or zero_grad() first."
+REMEDY = "Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), or call zero_grad() before writing."
 
 
 def linear() -> nn.Linear:

@@ -115,7 +115,7 @@ KNOWN = "Use names of named_parameters(), named_buffers() or named_modules()."
                 [entry],
                 ConfigError,
                 f"{what} that is to be ignored is not inside the model.\n  {TYPE}"
-                "Give modules, parameters and buffers of this very model, no copies, and not the whole of it.",
+                "Give modules, parameters and buffers of this model itself: no copies, and not the whole model.",
                 id=f"not in the model: {what}",
             )
             for entry, what in (

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -214,38 +213,6 @@ def test_a_step_that_is_wrapped_once_more_is_taken_as_a_whole() -> None:
     assert param.tolist() == [-2.0, -2.0]
 
 
-@pytest.mark.parametrize("how", ["unscale_", "step", "fused step"])
-def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) -> None:
-    param, seen = torch.ones(2, requires_grad=True), list[str]()
-    optimizer = torch.optim.SGD([param], lr=1.0, fused=how == "fused step")
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    def around(name: str, looking: torch.optim.Optimizer, unscale: private.Unscale) -> private.Found:
-        seen.append(f"{name} begins with {'it' if looking is optimizer else 'another'}")
-        found = unscale()
-        seen.append(f"{name} ends")
-        return {device: torch.ones_like(value) for device, value in found.items()}
-
-    original = torch.amp.GradScaler._unscale_grads_
-    undo = [private.around_unscaling(partial(around, name)) for name in ("first", "second")]
-    scaler.scale(param.sum()).backward()
-    if how == "unscale_":
-        scaler.unscale_(optimizer)
-        assert param.grad.tolist() == [1.0, 1.0]
-    scaler.step(optimizer)
-    scaler.update()
-    # Skipped, for they have said so.
-    assert (seen, param.tolist(), scaler.get_scale()) == (
-        ["first begins with it", "second begins with it", "second ends", "first ends"],
-        [1.0, 1.0],
-        2.0,
-    )
-    for each in undo:
-        assert torch.amp.GradScaler._unscale_grads_ is not original
-        each()
-    assert torch.amp.GradScaler._unscale_grads_ is original
-
-
 def test_writes_to_a_tensor_and_its_views_count() -> None:
     tensor = torch.zeros(4)
     before = private.version_of(tensor)
@@ -268,11 +235,3 @@ def test_a_subclass_shares_its_memory() -> None:
     tensor = torch.zeros(2)
     other = private.make_subclass(Other, tensor)
     assert (type(other), other.data_ptr()) == (Other, tensor.data_ptr())
-
-
-def test_gradients_are_unscaled_and_zeroed_together() -> None:
-    grads, found = [torch.ones(2), torch.full((2,), torch.inf)], torch.zeros(1)
-    private.unscale_each(grads, found, torch.tensor([0.5]))
-    assert (grads[0].tolist(), found.item()) == ([0.5, 0.5], 1)
-    private.zero_each(grads)
-    assert [grad.tolist() for grad in grads] == [[0, 0]] * 2

@@ -224,9 +224,9 @@ def six(**changes: Any) -> StepReport:
             "Leave a core to each rank's communication, or use fewer compute threads or ranks on this machine.",
         ),
         (
-            replace(ONE_BUCKET, why_fixed="bucket_cap_mb=25 was asked for"),
+            replace(ONE_BUCKET, why_fixed="bucket_cap_mb=25 is set"),
             "100% of the exposed time is for bucket 0, which holds 100% of the gradients and is full late in backward. No other "
-            "plan is tried (bucket_cap_mb=25 was asked for): remove that setting, or choose smaller buckets.",
+            "plan is tried (bucket_cap_mb=25 is set): remove that setting, or choose smaller buckets.",
         ),
         (
             ONE_BUCKET,
@@ -372,7 +372,7 @@ def test_a_saved_report_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytes
     assert refusal(lambda: PLAIN.save(tmp_path / "it.json" / "it.json")) == (
         f"'{tmp_path / 'it.json' / 'it.json'}' cannot be written: File exists.\n"
         "  report.save(path)\n"
-        "  Name a folder with space to write."
+        "  Give a path in a folder that exists, is writable and has space."
     )
 
     def full(path: Path, content: bytes) -> None:

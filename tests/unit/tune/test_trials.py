@@ -23,12 +23,12 @@ def params(num: int, *, numel: int = 1000, dtype: str = "float32") -> tuple[Para
     return tuple(ParamSpec(name=f"p{index}", shape=(numel,), dtype=dtype, itemsize=4) for index in range(num))
 
 
-def trials_of(num_params: int, num_buckets: int, *, numel: int = 1000, **settings: object) -> Trials:
+def trials_of(num_params: int, num_buckets: int, *, numel: int = 1000, wires: str | None = None, **settings: bool) -> Trials:
     """Trials that begin with equal buckets, of which the last one is whole."""
     specs, size = params(num_params, numel=numel), num_params // num_buckets
     groups = [range(begin, begin + size) for begin in range(0, num_params, size)]
-    present = plan_from_groups(specs, groups, num_ranks=2, wires=settings.get("wire") if settings.get("wire") != "auto" else None)
-    return Trials(present, range(num_params), **settings)  # type: ignore[arg-type]
+    present = plan_from_groups(specs, groups, num_ranks=2, wires=wires)
+    return Trials(present, range(num_params), **settings)
 
 
 def run(trials: Trials, time_of: Callable[[Plan], float], *, most_windows: int = 1000) -> int:
@@ -42,7 +42,7 @@ def run(trials: Trials, time_of: Callable[[Plan], float], *, most_windows: int =
 
 def sizes_tried(trials: Trials) -> list[tuple[int, bool]]:
     """Of each candidate, the number of buckets, and whether it was taken."""
-    return [(len(trial.plan.buckets), trial.verdict is Verdict.TAKEN) for trial in trials.done]
+    return [(len(trial.plan.buckets), trial.verdict is Verdict.TAKEN) for trial in trials.tried]
 
 
 # The rule
@@ -117,7 +117,7 @@ def test_half_the_buckets_come_first_then_double_then_another_last_one() -> None
     trials = trials_of(64, 8)
     run(trials, lambda _: 100.0)
     assert sizes_tried(trials) == [(4, False), (16, False)]  # eight equal ones are the present plan
-    assert [trial.label for trial in trials.done] == [
+    assert [trial.label for trial in trials.tried] == [
         "4 buckets, the last one 0.25 of the others",
         "16 buckets, the last one 0.25 of the others",
     ]
@@ -136,7 +136,7 @@ def test_a_direction_is_followed_while_it_helps(time_of: Callable[[int], float],
     trials = trials_of(64, 8)
     run(trials, lambda plan: time_of(len(plan.buckets)))
     assert sizes_tried(trials) == tried
-    assert trials.present is next(trial.plan for trial in reversed(trials.done) if trial.verdict is Verdict.TAKEN)
+    assert trials.present is next(trial.plan for trial in reversed(trials.tried) if trial.verdict is Verdict.TAKEN)
 
 
 def test_a_plan_without_a_better_neighbor_costs_few_windows() -> None:
@@ -149,7 +149,7 @@ def test_a_plan_without_a_better_neighbor_costs_few_windows() -> None:
 def test_no_more_candidates_than_six_are_tried() -> None:
     trials = trials_of(4096, 1, numel=8)
     run(trials, lambda plan: 1000.0 * 0.8 ** len(plan.buckets).bit_length())
-    assert len(trials.done) == MOST_CANDIDATES
+    assert len(trials.tried) == MOST_CANDIDATES
     assert len(trials.present.buckets) == 64
 
 
@@ -170,9 +170,30 @@ def test_a_candidate_that_cannot_be_made_is_left_out() -> None:
     trials.window_ends(100.0)
     trials.fail("rank 1 could not make its buckets")
     assert trials.plan is trials.present
-    assert trials.texts()[0] == "4 buckets, the last one 0.25 of the others: rank 1 could not make its buckets"
+    assert str(trials.tried[0]) == "4 buckets, the last one 0.25 of the others: rank 1 could not make its buckets"
     run(trials, lambda _: 100.0)
     assert sizes_tried(trials) == [(4, False), (16, False)]
+
+
+def test_a_trial_that_is_dropped_begins_again() -> None:
+    trials = trials_of(64, 8)
+    trials.window_ends(100.0)
+    assert trials.is_new
+    trials.window_ends(99.0)
+    trials.window_ends(100.0)
+    trials.drop()  # steps take twice as long from now on
+    assert trials.plan is trials.present
+    run(trials, lambda plan: 200.0 if len(plan.buckets) == 8 else 180.0, most_windows=9)
+    assert sizes_tried(trials)[0] == (4, True)
+    assert str(trials.tried[0]).endswith("4 buckets, the last one 0.25 of the others: 180.0 ms, 200.0 ms before, taken")
+
+
+def test_trials_that_are_stopped_keep_the_present_plan() -> None:
+    trials = trials_of(64, 8)
+    trials.window_ends(100.0)
+    trials.stop("a reason")
+    assert (trials.are_over, trials.is_new, trials.stopped) == (True, False, "a reason")
+    assert trials.plan is trials.present
 
 
 def test_a_window_of_the_present_plan_counts_for_the_next_trial() -> None:
@@ -187,18 +208,18 @@ def test_a_window_of_the_present_plan_counts_for_the_next_trial() -> None:
 
 
 def test_auto_tries_all_in_int8_then_the_last_ones_then_sizes() -> None:
-    trials = trials_of(64, 8, wire="auto")
+    trials = trials_of(64, 8, tries_formats=True)
     run(trials, lambda _: 100.0)
-    tried = [(len(trial.plan.buckets), sum(wire == "int8" for wire in trial.plan.wires)) for trial in trials.done]
+    tried = [(len(trial.plan.buckets), sum(wire == "int8" for wire in trial.plan.wires)) for trial in trials.tried]
     assert tried == [(8, 8), (8, 2), (4, 0), (16, 0)]
-    assert trials.done[0].label == "the same buckets, all in int8"
-    assert trials.done[1].label == "the same buckets, 2 of them in int8"
+    assert trials.tried[0].label == "the same buckets, all in int8"
+    assert trials.tried[1].label == "the same buckets, 2 of them in int8"
     assert set(trials.present.wires) == {None}  # ties go to full width
 
 
 @pytest.mark.parametrize(("num_fastest", "wires"), [(8, {"int8"}), (2, {None, "int8"}), (0, {None})])
 def test_auto_keeps_the_fastest_formats_also_in_other_sizes(num_fastest: int, wires: set[str | None]) -> None:
-    trials = trials_of(64, 8, wire="auto")
+    trials = trials_of(64, 8, tries_formats=True)
 
     def time_of(plan: Plan) -> float:
         num_narrow = sum(wire == "int8" for wire in plan.wires)
@@ -210,15 +231,15 @@ def test_auto_keeps_the_fastest_formats_also_in_other_sizes(num_fastest: int, wi
 
 
 def test_with_given_buckets_only_formats_are_tried() -> None:
-    trials = trials_of(64, 8, wire="auto", keeps_buckets=True)
+    trials = trials_of(64, 8, tries_formats=True, keeps_buckets=True)
     run(trials, lambda plan: 90.0 if any(plan.wires) else 100.0)
-    assert {len(trial.plan.buckets) for trial in trials.done} == {8}
+    assert {len(trial.plan.buckets) for trial in trials.tried} == {8}
 
 
 def test_a_format_that_was_asked_for_stays() -> None:
-    trials = trials_of(64, 8, wire="bfloat16")
+    trials = trials_of(64, 8, wires="bfloat16")
     run(trials, lambda plan: 100.0 + len(plan.buckets))
-    assert {wire for trial in trials.done for wire in trial.plan.wires} == {"bfloat16"}
+    assert {wire for trial in trials.tried for wire in trial.plan.wires} == {"bfloat16"}
     assert len(trials.present.buckets) < 8
 
 
@@ -227,21 +248,20 @@ def test_every_rank_goes_the_same_way() -> None:
     times = [draws.uniform(80, 120) for _ in range(1000)]
     ways = []
     for _ in range(2):
-        trials, drawn = trials_of(64, 8, wire="auto"), iter(times)
+        trials, drawn = trials_of(64, 8, tries_formats=True), iter(times)
         run(trials, lambda _: next(drawn))  # noqa: B023
-        ways.append((trials.texts(), trials.present))
+        ways.append((list(map(str, trials.tried)), trials.present))
     assert ways[0] == ways[1]
 
 
 def test_a_trial_is_told_with_its_medians() -> None:
     trials = trials_of(64, 8)
-    assert trials.texts() == ("4 buckets, the last one 0.25 of the others: not measured yet",)
+    (trial,) = trials.tried
+    assert str(trial) == "4 buckets, the last one 0.25 of the others: not measured yet"
     trials.window_ends(100.0)
     trials.window_ends(104.0)
-    assert trials.texts() == ("4 buckets, the last one 0.25 of the others: 104.0 ms, 100.0 ms before, so far",)
+    assert str(trial) == "4 buckets, the last one 0.25 of the others: 104.0 ms, 100.0 ms before, so far"
     trials.window_ends(101.0)
     trials.window_ends(106.0)
     trials.window_ends(101.0)
-    assert [str(trial) for trial in trials.done] == [
-        "4 buckets, the last one 0.25 of the others: 105.0 ms, 101.0 ms before, not taken"
-    ]
+    assert str(trial) == "4 buckets, the last one 0.25 of the others: 105.0 ms, 101.0 ms before, not taken"

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,11 +11,10 @@ from undertow import __version__
 from undertow.config import Outer
 from undertow.errors import require
 from undertow.lab.cli.plan import show_plan
+from undertow.lab.cli.question import Question, asks, option
 from undertow.lab.cli.simulate import show_outer, show_simulation, show_sweep
-from undertow.lab.cost import LINKS, NODE_LINK
-from undertow.lab.profile import profile_from_file
+from undertow.lab.cost import LINKS
 from undertow.lab.report.outer import EVERY
-from undertow.lab.report.what_if import WhatIf
 from undertow.lab.simulate import Conditions
 from undertow.lab.traces import merge
 
@@ -27,83 +26,36 @@ class Swept(StrEnum):
     EVERY = "every"
 
 
-def _option(text: str, *, least: int | None = None) -> Any:
-    """Returns an option whose text tells its default."""
-    return typer.Option(help=text, show_default=False, min=least)
-
-
-_Profile = Annotated[
-    Path, typer.Argument(metavar="PROFILE", help="Measurements of a model.", show_default=False)
-]
-_Ranks = Annotated[
-    int | None,
-    _option("Ranks; by default as in the profile.", least=1),
-]
-_Strategy = Annotated[
-    str | None,
-    _option(
-        '"ddp", "zero1", "zero2" or "hybrid", which shards inside a node; by default as '
-        "in the profile."
-    ),
-]
-_Link = Annotated[
-    str | None,
-    _option(
-        'Network of every rank: "100gbit", or with a latency "100gbit,5us"; without it, the '
-        "measured costs of the profile."
-    ),
-]
-_PerNode = Annotated[
-    int | None,
-    _option("Ranks per node; without it, each on its own."),
-]
-_NodeLink = Annotated[
-    str | None,
-    _option(f"Network inside a node, like --link; with --per-node {NODE_LINK} by default."),
-]
-_Wire = Annotated[
-    str | None,
-    _option(
-        'Format of gradients: "bfloat16", "float16", "int8", "auto" or "none"; by default as '
-        "in the profile."
-    ),
-]
-_ParamWire = Annotated[
-    str | None,
-    _option(
-        'Format of gathered parameters: "bfloat16", "int8" or "none"; by default as in the profile.'
-    ),
-]
 _Sweep = Annotated[
     Swept | None,
-    _option(
+    option(
         "bandwidth shows the step over links of 0.1 to 100 Gb/s, each in full width, "
         "bfloat16 and int8, with the latency of --link. every shows --outer 1 to 300."
     ),
 ]
 _Optimizer = Annotated[
     str | None,
-    _option(
-        '"adamw", "sgd" or "muon" divides update_us of the profile, measured with this '
-        "optimizer, by the work of the rank with the most. With muon, matrices have one owner "
-        "each, except embeddings and heads by their names. By default an update takes as long as "
+    option(
+        '"adamw", "sgd" or "muon": predict the update of this optimizer in shards, from a profile '
+        "that was measured with it. The rank with the most work counts. With muon each matrix has "
+        "one owner, except embeddings and heads (by name). By default an update takes as long as "
         "in the profile."
     ),
 ]
 _Outer = Annotated[
     int | None,
-    _option(
+    option(
         "Steps that replicas of one rank train alone between two exchanges of a fragment; "
         "--wire is the format of differences, by default int8."
     ),
 ]
 _Delay = Annotated[
     int | None,
-    _option("Steps that hide an exchange, with --outer; by default chosen."),
+    option("Steps that hide an exchange, with --outer; by default chosen."),
 ]
 _Fragments = Annotated[
     int | None,
-    _option("Fragments of the model, with --outer; by default chosen."),
+    option("Fragments of the model, with --outer; by default chosen."),
 ]
 
 app = typer.Typer(
@@ -185,7 +137,7 @@ def demo(  # one argument per option
     ] = "ddp",
     outer: Annotated[
         int | None,
-        _option(
+        option(
             "Adds a variant whose ranks train alone and exchange fragments of the model every so "
             "many steps."
         ),
@@ -229,7 +181,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        _option("Directory for the page; by default DIR."),
+        option("Directory for the page; by default DIR."),
     ] = None,
 ) -> None:
     # Not at the top: the other commands do not need it.
@@ -248,18 +200,12 @@ def report(
     'Example: undertow plan gpt2 --ranks 64 --link "100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
-def plan(  # noqa: PLR0913  # one argument per option
-    profile: _Profile,
-    ranks: _Ranks = None,
-    link: _Link = None,
-    per_node: _PerNode = None,
-    node_link: _NodeLink = None,
-    strategy: _Strategy = None,
-    wire: _Wire = None,
-    param_wire: _ParamWire = None,
+@asks
+def plan(
+    question: Question,
     bucket_cap_mb: Annotated[
         float | None,
-        _option("Largest bucket in MiB; without it, planned ones."),
+        option("Largest bucket in MiB; without it, planned ones."),
     ] = None,
     schedule: Annotated[
         bool, typer.Option("--schedule", help="Show the ops of one step in their order too.")
@@ -272,17 +218,13 @@ def plan(  # noqa: PLR0913  # one argument per option
         ),
     ] = None,
 ) -> None:
-    what_if = WhatIf.of(
-        profile_from_file(profile),
-        strategy=strategy,
-        num_ranks=ranks,
-        link=link,
-        per_node=per_node,
-        node_link=node_link,
-        wire=wire,
-        param_wire=param_wire,
+    show_plan(
+        question.what_if(),
+        bucket_cap_mb=bucket_cap_mb,
+        has_schedule=schedule,
+        is_json=json,
+        out=out,
     )
-    show_plan(what_if, bucket_cap_mb=bucket_cap_mb, has_schedule=schedule, is_json=json, out=out)
 
 
 @app.command(
@@ -292,7 +234,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     "Simulates a step that sends one message per parameter, one with buckets of 25 MiB after "
     "a first one of 1 MiB, as torch's DistributedDataParallel has them, and one with the "
     "buckets that a cost model plans for this network (training tries plans on real steps "
-    "instead). Prints the time of each step, and its parts on the fastest rank: computing, waiting "
+    "instead). Prints the time of each step, and its parts on a typical rank: computing, waiting "
     "for the network and waiting for a late rank. The scaling efficiency is "
     "the share of the step that computing alone takes. Draws timelines in "
     "OUT/simulate.png. --sweep bandwidth draws the step over the rate of the link instead, in "
@@ -300,15 +242,9 @@ def plan(  # noqa: PLR0913  # one argument per option
     'Example: undertow simulate gpt2 --ranks 64 --per-node 8 --link "100gbit,5us"\n\n'
     "Exit code 0: shown. 2: an option or PROFILE cannot work."
 )
+@asks
 def simulate(  # noqa: PLR0913  # one argument per option
-    profile: _Profile,
-    ranks: _Ranks = None,
-    link: _Link = None,
-    per_node: _PerNode = None,
-    node_link: _NodeLink = None,
-    strategy: _Strategy = None,
-    wire: _Wire = None,
-    param_wire: _ParamWire = None,
+    question: Question,
     optimizer: _Optimizer = None,
     sweep: _Sweep = None,
     outer: _Outer = None,
@@ -319,23 +255,23 @@ def simulate(  # noqa: PLR0913  # one argument per option
     ] = True,
     skew: Annotated[
         float | None,
-        _option(
-            "Standard deviation of computing times between ranks, 0.05 is 5 %; the fastest "
-            "rank is shown. This and the next three are by default as measured, or else as in "
-            "`undertow docs fidelity`."
+        option(
+            "Standard deviation of computing times between ranks, 0.05 is 5 %; a typical "
+            "rank is shown. The defaults of this and the next three options are as measured, or as "
+            "in `undertow docs fidelity`."
         ),
     ] = None,
     contention: Annotated[
         float | None,
-        _option("Share of its speed that computing loses while the network works."),
+        option("Share of its speed that computing loses while the network works."),
     ] = None,
     launch_us: Annotated[
         float | None,
-        _option("Microseconds that a rank computes per collective."),
+        option("Microseconds that a rank computes per collective."),
     ] = None,
     copy_us_per_mb: Annotated[
         float | None,
-        _option("Microseconds that a rank computes per megabyte of a bucket."),
+        option("Microseconds that a rank computes per megabyte of a bucket."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory for the picture.")] = Path("out"),
     json: Annotated[bool, typer.Option("--json", help="Print JSON, and draw nothing.")] = False,
@@ -347,20 +283,9 @@ def simulate(  # noqa: PLR0913  # one argument per option
         launch_us=launch_us,
         copy_us_per_mb=copy_us_per_mb,
     )
-    what_if = WhatIf.of(
-        profile_from_file(profile),
-        strategy=strategy,
-        num_ranks=ranks,
-        link=link,
-        per_node=per_node,
-        node_link=node_link,
-        wire=wire,
-        param_wire=param_wire,
-        optimizer=optimizer,
-    )
-    what_if = replace(what_if, conditions=conditions)
+    what_if = replace(question.what_if(optimizer=optimizer), conditions=conditions)
     if outer is not None or sweep is Swept.EVERY:
-        settings = _outer(outer, wire=wire, delay=delay, fragments=fragments)
+        settings = _outer(outer, wire=question.wire, delay=delay, fragments=fragments)
         show_outer(what_if, settings, is_json=json)
         return
     require(
@@ -373,7 +298,7 @@ def simulate(  # noqa: PLR0913  # one argument per option
         show_simulation(what_if, out=out, is_json=json)
         return
     require(
-        wire is None and param_wire is None,
+        question.wire is None and question.param_wire is None,
         "--wire and --param-wire have no effect with --sweep.",
         where="undertow simulate",
         remedy="Leave them out: a sweep shows full width, bfloat16 and int8.",
@@ -404,7 +329,7 @@ def trace(
     ],
     out: Annotated[
         Path | None,
-        _option("File to write, .json or .json.gz; by default DIR.json.gz."),
+        option("File to write, .json or .json.gz; by default DIR.json.gz."),
     ] = None,
 ) -> None:
     out = folder.absolute().with_name(f"{folder.absolute().name}.json.gz") if out is None else out

@@ -8,7 +8,7 @@ from rich.table import Table
 from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.lab.planning import Candidate
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.what_if import WhatIf
 from undertow.plan import Plan, plan_in_order
 from undertow.schedule import lower_data_parallel
 from undertow.shown import print_line, table_of

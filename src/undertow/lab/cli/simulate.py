@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from undertow.config import Outer
-from undertow.lab.report.comparison import print_steps
+from undertow.lab.report.comparison import compared, print_steps
 from undertow.lab.report.outer import COLUMNS, outer_steps
 from undertow.lab.report.sweep import save_sweep, sweep_table, swept
 from undertow.lab.report.timeline import require_matplotlib, save_timeline
-from undertow.lab.report.what_if import FIXED, PLANNED, WhatIf
 from undertow.lab.simulate import DEFAULTS
+from undertow.lab.what_if import FIXED, PLANNED, WhatIf
 from undertow.shown import print_line, table_of
 
 # A standard deviation of computing times above which the line says where it comes from: ranks of
@@ -27,7 +27,7 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
 
     Raises ConfigError for a network without costs, and if nothing can be drawn.
     """
-    steps = what_if.steps()
+    steps = compared(what_if)
     if is_json:
         formats = {"wire": what_if.wire, "param_wire": what_if.param_wire}
         _print_json(what_if, **formats, steps=[step.to_dict() for step in steps])
@@ -50,7 +50,7 @@ def show_simulation(what_if: WhatIf, *, out: Path, is_json: bool) -> None:
     print_steps(steps, console)
     path = out / "simulate.png"
     save_timeline(
-        {step.method: step.trace for step in steps if step.method in (FIXED, PLANNED)},
+        {step.method: step.record.trace() for step in steps if step.method in (FIXED, PLANNED)},
         path,
         conditions=f"simulated, {what_if.network}",
     )

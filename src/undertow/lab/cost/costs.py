@@ -7,13 +7,15 @@ bandwidth b in seconds per byte:
 
              all_reduce                     reduce_scatter           all_gather
     ring     2(n-1)a + 2(n-1)/n Mb          (n-1)a + (n-1)/n Mb      (n-1)a + (n-1)/n Mb
-    tree     2 log2(n)a + 2Mb
+    tree     2 log2(n)a + 2Mb                 log2(n)a + nc + (n-1)/n Mb (both)
     nodes    reduce_scatter inside + all_reduce across of M/g + all_gather inside, g ranks per node
     mesh     the same                       all but the gather       the all_gather inside
 
 NCCL takes the faster of ring and tree for an all-reduce (since its version 2.4; src/graph/tuning.cc
 counts log2 of the ranks for a tree, and half of a ring's bandwidth as a bus has it), and gloo
-always the ring. log2 is taken of any number: nothing jumps.
+always the ring. Its trees for a reduce-scatter and an all-gather ("PAT", since 2.23) need one rank
+on each node, and its model counts 2.8 us for each rank, c, beside log2 of them. log2 is taken of
+any number: nothing jumps.
 """
 
 import math
@@ -27,6 +29,8 @@ from numpy.typing import ArrayLike
 from undertow.errors import ConfigError, require
 from undertow.lab.cost.curves import CostCurve, Floats
 from undertow.lab.cost.links import NODE_LINK, Link, link_from_text
+
+_TREE_RANK_S = 2.8e-6  # of a reduce-scatter or an all-gather through trees
 
 # Ring algorithms over n ranks: (messages one after another, share of the payload that crosses each
 # rank's link). The arithmetic of the reduction is left out, because the processor does it and not
@@ -76,12 +80,13 @@ class RingCosts:
     """Ring algorithms over `num_ranks` ranks, each with its own `link`; of any kind in COLLECTIVES.
 
     With `has_trees` an all-reduce goes through trees where that is faster, as in NCCL; without,
-    through a ring, as in gloo.
+    through a ring, as in gloo. With `has_all_trees` so do reduce-scatters and all-gathers.
     """
 
     link: Link
     num_ranks: int = field(kw_only=True)
     has_trees: bool = field(default=True, kw_only=True)
+    has_all_trees: bool = field(default=False, kw_only=True)
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Implements `Costs`."""
@@ -91,6 +96,9 @@ class RingCosts:
         if kind == "all_reduce" and self.has_trees:
             tree_s = 2 * math.log2(self.num_ranks) * self.link.hop_s
             times_s = np.minimum(times_s, tree_s + 2.0 / self.link.bytes_per_s * sizes)
+        if kind in ("reduce_scatter", "all_gather") and self.has_all_trees:
+            saved_s = (hops - math.log2(self.num_ranks)) * self.link.hop_s
+            times_s = times_s - max(0.0, saved_s - _TREE_RANK_S * self.num_ranks)
         return 1e6 * times_s
 
 
@@ -205,16 +213,17 @@ def costs_for(  # a network, and how its collectives go
     costs.collective_us("all_reduce", [25e6])  # microseconds
     ```
     """
+    link = link_from_text(text)
     if per_node is None:
-        return RingCosts(link_from_text(text), num_ranks=num_ranks, has_trees=has_trees)
+        return RingCosts(link, num_ranks=num_ranks, has_trees=has_trees, has_all_trees=has_trees)
     require(
         per_node >= 1 and num_ranks % per_node == 0,
         f"{num_ranks} ranks cannot be on nodes of {per_node} ranks each.",
         remedy=f"Give a number of ranks per node that divides {num_ranks}.",
     )
     return NodeCosts(
-        inside=costs_for(inside, num_ranks=per_node, has_trees=has_trees),
-        across=costs_for(text, num_ranks=num_ranks // per_node, has_trees=has_trees),
+        inside=RingCosts(link_from_text(inside), num_ranks=per_node, has_trees=has_trees),
+        across=RingCosts(link, num_ranks=num_ranks // per_node, has_trees=has_trees),
         per_node=per_node,
         is_mesh=is_mesh,
     )

@@ -4,7 +4,7 @@ ends.
 A plan of the family has k buckets of about equal bytes, in the order that gradients arrive. The
 last bucket is as large as the others, or a half, a quarter or a tenth of them: it is sent after
 backward, so nothing hides it. The best of these 53 plans ends 0.35 % later on average than the best
-of all plans, and 2.7 % at worst, over 930 cases (docs/planning.md).
+of all plans, and 2.7 % at worst, over 930 cases: 62 profiles, 5 links and 3 numbers of ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -13,8 +13,8 @@ this is the same recursion with -u for the ready time:
     K = max(K, -earliest use) + C(bytes),   stall = max(0, K)
 
 A bucket in a format has fewer bytes, and its values are encoded and decoded: `C` is
-`undertow.lab.cost.payloads_us`. A bucket with one owner for each parameter takes as long as one in
-equal parts of its largest part's size.
+`undertow.lab.cost.payloads_us`. A bucket with one owner for each parameter takes as long as its
+busiest rank exchanges bytes: `undertow.plan.owners.largest_over_mean`.
 """
 
 import math
@@ -25,6 +25,7 @@ import numpy as np
 
 from undertow.lab.cost import Costs, Payload, payloads_us
 from undertow.lab.cost.curves import Floats
+from undertow.plan.lane import Lane
 from undertow.plan.layout import Groups, ParamSpec, Wires
 from undertow.plan.owners import largest_over_mean
 from undertow.plan.plan import Bucket, Plan
@@ -151,7 +152,8 @@ def payload_of(
 
 
 def in_equal_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
-    """Returns the payload in equal parts that takes as long as the largest part of the bucket."""
+    """Returns the payload in equal parts that takes as long as the bucket does on its busiest
+    rank."""
     factor = largest_over_mean(plan.params, bucket.params, bucket.owners, num_ranks=plan.num_shards)
     return _stretched(payload, factor)
 
@@ -161,7 +163,8 @@ def _stretched(payload: Payload, factor: float) -> Payload:
 
 
 def _through_us(starts_us: Sequence[float], times_us: Floats) -> float:
-    through_us = -math.inf
+    """Returns the end of the last of these collectives, which may start at these times."""
+    lane = Lane(free_us=-math.inf)
     for start_us, time_us in zip(starts_us, times_us.tolist(), strict=True):
-        through_us = max(through_us, start_us) + time_us
-    return through_us
+        lane.send(time_us, ready_us=start_us)
+    return lane.free_us

@@ -8,8 +8,8 @@ from undertow.config import Outer
 from undertow.errors import require
 from undertow.lab.cost import Payload, payloads_us
 from undertow.lab.planning import payload_of
-from undertow.lab.report.what_if import WhatIf
-from undertow.plan.fragments import Turns, chosen_turns, layer_of, layers_of, starts_after
+from undertow.lab.what_if import WhatIf
+from undertow.plan.fragments import chosen_turns, exposed_us, layer_of, layers_of
 from undertow.wire import AUTO
 
 EVERY = (1, 3, 10, 30, 100, 300)  # steps, of a sweep
@@ -22,7 +22,6 @@ COLUMNS = {  # of a table of OuterSteps
     "exchange_ms": ("exchange, ms", ".1f"),
     "sent_mb": ("MB a step", ".2f"),
 }
-_PERIODS = 4  # that are simulated; the first ones fill the link
 _SMALL = Payload(num_bytes=4096)
 _WHERE = "undertow simulate --outer"
 
@@ -84,14 +83,16 @@ def outer_steps(what_if: WhatIf, outer: Outer) -> OuterSteps:
     groups = [list(members.values())[index :: turns.fragments] for index in range(turns.fragments)]
     payloads = [payload_of(params, list(chain(*group)), outer.wire) for group in groups]
     times_us = _exchanges_us(what_if, payloads)
-    exposed_us = _exposed_us(times_us, turns, every=outer.every, step_us=what_if.compute_us)
+    waits_us = exposed_us(
+        times_us, delay=turns.delay, every=outer.every, step_us=what_if.compute_us
+    )
     return OuterSteps(
         every=outer.every,
         fragments=turns.fragments,
         delay=turns.delay,
-        step_ms=(what_if.compute_us + exposed_us) / 1e3,
+        step_ms=(what_if.compute_us + waits_us) / 1e3,
         compute_ms=what_if.compute_us / 1e3,
-        exposed_ms=exposed_us / 1e3,
+        exposed_ms=waits_us / 1e3,
         exchange_ms=max(times_us) / 1e3,
         sent_mb=sum(payload.num_bytes for payload in payloads) / outer.every / 1e6,
     )
@@ -99,25 +100,3 @@ def outer_steps(what_if: WhatIf, outer: Outer) -> OuterSteps:
 
 def _exchanges_us(what_if: WhatIf, payloads: Sequence[Payload]) -> list[float]:
     return [float(time) for time in payloads_us(what_if.costs, "all_reduce", payloads)]
-
-
-def _exposed_us(times_us: Sequence[float], turns: Turns, *, every: int, step_us: float) -> float:
-    """Returns the mean wait of a step in the last period."""
-    now_us = free_us = waited_us = 0.0
-    flights: list[tuple[int, float]] = []  # the step after which it is due, and its end
-    for step in range(1, _PERIODS * every + 1):
-        now_us += step_us
-        starting = [
-            fragment
-            for fragment in range(turns.fragments)
-            if starts_after(step, fragment, num_fragments=turns.fragments, every=every)
-        ]
-        for fragment in starting:
-            free_us = max(free_us, now_us) + times_us[fragment]
-            flights.append((step + turns.delay, free_us))
-        while flights and flights[0][0] <= step:
-            _, done_us = flights.pop(0)
-            if step > (_PERIODS - 1) * every:
-                waited_us += max(0.0, done_us - now_us)
-            now_us = max(now_us, done_us)
-    return waited_us / every

@@ -18,9 +18,9 @@ from typing import Any
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
 from undertow.lab.profile import Profile, profile_from_file
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.what_if import WhatIf
 from undertow.schedule import strategy_named
-from undertow.trace import StepReport, overlap_of
+from undertow.trace import StepReport
 from undertow.whole_file import require_folder, write_whole
 
 _RATES = ("1gbit", "2.5gbit", "10gbit", "25gbit", "100gbit", "400gbit")
@@ -78,13 +78,13 @@ def _links(profile: Profile | None) -> list[dict[str, Any]]:
 
 def _link(profile: Profile, rate: str | None) -> dict[str, Any]:
     what_if = replace(WhatIf.of(profile), link=rate)
-    step = what_if.step(rate or "", what_if.planned)
+    record = what_if.step(what_if.planned)
     return {
         "name": "the measured link" if rate is None else rate.replace("gbit", " Gb/s"),
-        "step_ms": step.step_us / 1e3,
-        "exposed_ms": overlap_of(step.trace).exposed_us / 1e3,
+        "step_ms": record.step_us / 1e3,
+        "exposed_ms": record.overlap().exposed_us / 1e3,
         "mb": [bucket.num_bytes / 1e6 for bucket in what_if.planned.buckets],
-        "events": step.trace.to_dict()["events"],
+        "events": record.trace().to_dict()["events"],
     }
 
 

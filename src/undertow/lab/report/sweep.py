@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from undertow.errors import require
 from undertow.lab.cost import link_from_text
 from undertow.lab.report.timeline import drawn, save_themes
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.what_if import WhatIf
 from undertow.shown import table_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def swept(what_if: WhatIf) -> Sweep:
             over_link = replace(
                 what_if, link=f"{rate:g}gbit,{latency}", wire=wire, param_wire=param_wire
             )
-            step_ms[name] = over_link.step(name, over_link.planned).step_us / 1e3
+            step_ms[name] = over_link.step(over_link.planned).step_us / 1e3
         links.append(OverLink(gbit=rate, step_ms=step_ms))
     return Sweep(
         network=replace(what_if, link=f"0.1 to 100 Gb/s, {latency} a message").network,

@@ -24,8 +24,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         require(
             command,
             "no command is given.",
-            where="undertow run",
-            remedy="Write the command that starts the training after it: undertow run torchrun "
+            remedy="Write the command that starts the training: undertow run torchrun "
             "--nproc-per-node=2 train.py",
         )
         environment = _environment(options.out, options.set)
@@ -40,10 +39,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os.execve(program, command, environment)
     except OSError as error:
         what = f"{name} cannot be started: {error.strerror}."
-        remedy = "Give the command as you would without `undertow run`."
+        remedy = "Check the command: it must start without `undertow run` too."
         # Shells have the same exit codes: 127 for a command that is not found.
         code = 127 if isinstance(error, FileNotFoundError) else 126
-        _stop(ConfigError(what, where="undertow run", remedy=remedy), code=code)
+        _stop(ConfigError(what, remedy=remedy), code=code)
 
 
 def _stop(error: UndertowError, *, code: int) -> NoReturn:

@@ -30,7 +30,6 @@ def variables_of(assignments: Iterable[str], environment: Mapping[str, str]) -> 
         require(
             equals,
             f"--set {name} gives no value.",
-            where="undertow run",
             remedy="Write --set name=value, without spaces.",
         )
         if name.startswith(_OUTER):

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import undertow as library
 from support.cli import EXAMPLE, MEASURED, MIB, SMALL, Undertow, rows_of, what_if
@@ -27,10 +28,24 @@ from undertow.lab.cli import main
 from undertow.lab.cost import LINKS, CostCurve
 from undertow.lab.demo import DemoSettings
 from undertow.lab.profile import profile_from_file, profile_from_json
-from undertow.lab.report.what_if import MEASURED as OWN
-from undertow.lab.report.what_if import WhatIf
+from undertow.lab.report import timeline
+from undertow.lab.report.comparison import compared
+from undertow.lab.what_if import MEASURED as OWN
+from undertow.lab.what_if import WhatIf
 from undertow.plan import Plan
 from undertow.schedule import STRATEGIES, Strategy
+
+
+@pytest.fixture
+def draws() -> None:
+    """A test that uses this draws what a command draws."""
+
+
+@pytest.fixture(autouse=True)
+def empty_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture would take most of a command's time."""
+    if "draws" not in request.fixturenames:
+        monkeypatch.setattr(timeline, "_timeline", lambda *_: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +138,7 @@ def test_a_folder_that_does_not_exist_is_named(command: str, undertow: Undertow)
         2,
         "",
         f"Error: the folder 'nowhere' does not exist.\n  undertow {command} nowhere\n"
-        "  Name the folder into which the run has written.\n",
+        "  Give the folder that the run wrote its files to.\n",
     )
 
 
@@ -226,7 +241,7 @@ def test_the_schedule_shown_is_the_one_that_is_simulated(strategy: Strategy, und
     schedule = schedule_from_text(printed.split("\n\n")[1])
     small = what_if(strategy=strategy.name)
     gathers_last = sorted(
-        [(event.kind, event.bucket) for event in small.step("", small.planned).trace.communication],
+        [(event.kind, event.bucket) for event in small.step(small.planned).trace().communication],
         key=lambda sent: sent[0] == "all_gather",
     )
     kinds = {strategy.reduction, strategy.gather}
@@ -238,7 +253,7 @@ REFUSALS = {
     "plan small.json --strategy zero3": (
         "strategy 'zero3' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.\n"
     ),
-    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  The command `undertow docs profiles`",
+    "plan absent.json": "absent.json cannot be read.\n  No such file or directory\n  Give a file that save_profile() has ",
     "plan broken.json": "broken.json is not JSON.\n  Expecting ',' delimiter: line 1 column",  # told from a plan
     "simulate small.json": (
         f"the costs of 'ddp' over 4 ranks are unknown.\n  the profile 'small' has costs of nothing, 'ddp' over 4 ranks\n{NODES}"
@@ -311,6 +326,7 @@ Network: 8gbit,10us, 4 ranks
 """
 
 
+@pytest.mark.usefixtures("draws")
 def test_ways_to_send_gradients_are_compared(undertow: Undertow) -> None:
     code, printed, _ = undertow(f"simulate small.json --link 8gbit,10us --out out {PLAIN}", columns=80)
     assert (code, printed.startswith(SIMULATED)) == (0, True)
@@ -366,8 +382,8 @@ def test_the_example_is_what_its_arithmetic_says() -> None:
 
 def test_a_single_rank_encodes_nothing() -> None:
     formats = [{"wire": wire, "param_wire": wire} for wire in ("none", "int8")]
-    full, narrow = (WhatIf.of(SMALL, num_ranks=1, link="1gbit", strategy="zero1", **each).steps() for each in formats)
-    assert [step.step_us for step in narrow] == [step.step_us for step in full]
+    full, narrow = (compared(WhatIf.of(SMALL, num_ranks=1, link="1gbit", strategy="zero1", **each)) for each in formats)
+    assert [step.record.step_us for step in narrow] == [step.record.step_us for step in full]
 
 
 def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
@@ -385,7 +401,7 @@ def test_the_time_to_compare_ways_grows_with_the_number_of_parameters() -> None:
         params = tuple(spec(f"p{i}", 1000) for i in range(num))
         profile = replace(SMALL, params=params, ready_us=tuple(3.0 * (num - i) for i in range(num)))
         start = time.process_time()
-        assert len(what_if(profile).steps()) == 3
+        assert len(compared(what_if(profile))) == 3
         return time.process_time() - start
 
     few, many = seconds(2_500), seconds(10_000)
@@ -557,8 +573,8 @@ def test_a_bug_report_asks_for_the_environment() -> None:
 
 def test_the_buckets_of_a_profile_are_a_row() -> None:
     measured = replace(SMALL, groups=((3, 2), (1, 0)))
-    assert [it.num_buckets for it in what_if(measured).steps() if it.method == OWN] == [2]
-    assert OWN not in [it.method for it in what_if(measured, "zero1").steps()]
+    assert len(what_if(measured).plans()[OWN].buckets) == 2
+    assert OWN not in what_if(measured, "zero1").plans()
 
 
 def test_a_model_without_parameters_is_refused() -> None:

@@ -259,7 +259,9 @@ NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
     ("one", "other"),
     [
         *(
-            pytest.param(costs_for("100gbit,5us", num_ranks=num), RingCosts(FAST, num_ranks=num), id=f"a ring of {num}")
+            pytest.param(
+                costs_for("100gbit,5us", num_ranks=num), RingCosts(FAST, num_ranks=num, has_all_trees=True), id=f"a ring of {num}"
+            )
             for num in (1, 6, 64)
         ),
         pytest.param(
@@ -304,6 +306,17 @@ def test_an_all_reduce_takes_the_ring_or_the_tree_and_nothing_jumps_between_numb
     assert times[62] / times[61] < 1.01  # 64 ranks and 63
     ring = us(RingCosts(FAST, num_ranks=64, has_trees=False), "all_reduce", size)
     assert times[62] == pytest.approx(min(ring, 1e6 * (12 * FAST.hop_s + 2 * size / FAST.bytes_per_s)))
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+def test_shards_of_nodes_of_one_rank_go_through_trees(kind: str) -> None:
+    times = np.array([us(costs_for("25gbit", num_ranks=num), kind, 1e6) for num in range(2, 130)])
+    assert (times[1:] >= times[:-1]).all()
+    many = us(costs_for("25gbit", num_ranks=16_384), kind, 0)
+    assert many == pytest.approx(14 * 100 + 2.8 * 16_384)
+    assert us(costs_for("25gbit", num_ranks=16_384, has_trees=False), kind, 0) == pytest.approx(16_383 * 100)
+    on_nodes = us(costs_for("25gbit", num_ranks=16_384, per_node=8, inside="none"), kind, 0)
+    assert on_nodes == pytest.approx(2047 * 100)
 
 
 NO_LINKS = ["", "1", "gbit", "1GB/s", "-1gbit", "1gbitss", "1.gbit", "1pbit", "0gbit", "0.0mbit", "1gbit\n"]

@@ -81,7 +81,7 @@ def test_with_outer_synchronization_whole_periods_are_measured() -> None:
 
 
 REFUSALS: dict[str, Call] = {
-    "every must be a whole number of steps from 1 on, got 0.": lambda: DemoSettings(outer=0),
+    "every must be a whole number of steps, at least 1, got 0.": lambda: DemoSettings(outer=0),
     'strategy \'hybrid\' is for several nodes, and the demo runs on one.\n  undertow demo\n  Take "zero1" or "zero2".': (
         lambda: DemoSettings(strategy="hybrid")
     ),

@@ -54,6 +54,7 @@ def test_order_is_by_ready_time_and_of_equal_times_the_later_registered_first(
 
 
 FORMAT = "The command `undertow docs profiles` shows the format and an example."
+NO_FILE = "Give a file that save_profile() has written, or the example gpt2. `undertow docs profiles` shows the format."
 
 
 def number(name: str, shown: str, limit: str = "zero or more") -> str:
@@ -74,7 +75,7 @@ def number(name: str, shown: str, limit: str = "zero or more") -> str:
         (
             {"ready_us": (40.0, 41.5, 10.0)},
             "ready_us of params[1] ('b') must not be after the end of backward, got 41.5.\n  backward_us is 40.0\n"
-            "  Count from the beginning of backward; a gradient that never comes has backward_us.",
+            "  Count from the beginning of backward; a gradient that never arrives has backward_us.",
         ),
         (
             {"params": tuple(spec(name, 10) for name in ("a", "b", "a"))},
@@ -291,15 +292,15 @@ def test_a_text_that_is_not_json_is_refused_by_its_place(text: str, reason: str)
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, "cannot be read.\n  No such file or directory"),
-        (b"\xff", "is not JSON.\n  'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (None, f"cannot be read.\n  No such file or directory\n  {NO_FILE}"),
+        (b"\xff", f"is not JSON.\n  'utf-8' codec can't decode byte 0xff in position 0: invalid start byte\n  {FORMAT}"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, content: bytes | None, text: str) -> None:
     path = tmp_path / "run.json"
     if content is not None:
         path.write_bytes(content)
-    assert refusal(lambda: profile_from_file(path)) == f"{path} {text}\n  {FORMAT}"
+    assert refusal(lambda: profile_from_file(path)) == f"{path} {text}"
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_a_page_that_cannot_be_written_is_refused_and_the_old_one_stays(run: Pat
     monkeypatch.setattr(Path, "write_bytes", refuse)  # as in a folder that may not be written to; root may write everywhere
     assert refusal(lambda: save_pages(run, run)) == (
         f"'{run / 'report.html'}' cannot be written: Permission denied.\n  undertow report {run}\n"
-        "  Name a folder with space to write."
+        "  Give a path in a folder that exists, is writable and has space."
     )
     monkeypatch.undo()
     assert ((run / "report.html").read_text(), [path.name for path in run.iterdir() if path.name.startswith(".")]) == ("old", [])

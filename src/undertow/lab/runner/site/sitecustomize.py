@@ -61,7 +61,7 @@ def _replacing():
         raise ImportError(
             "this program runs under `undertow run`, and its Python does not have Undertow.\n"
             f"  {sys.executable}\n"
-            "  Install Undertow there, or start the program by the `undertow` of that environment."
+            "  Install Undertow there, or start the program with a Python that has it."
         ) from error
     return replacing
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from support.frameworks import OfTheUser, Wrapper, lightning_strategy
+from frameworks.recipes import OfTheUser, Wrapper, lightning_strategy
 
 # A Trainer that trains and writes nothing.
 SETTINGS: dict[str, Any] = {

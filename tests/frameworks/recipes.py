@@ -3,7 +3,7 @@
 How to use it: add a recipe to tests/frameworks/test_frameworks.py,
 
     def recipe(wrapper: Wrapper, folder: Path) -> dict[str, Tensor]:  # runs on each rank, so it is a function of the module
-        from support import lightning_recipes as recipes  # frameworks are imported in ranks, never in pytest's own process
+        from frameworks import lightning_recipes as recipes  # frameworks are imported in ranks, never in pytest's own process
         module = recipes.Regression()
         recipes.trainer_of(wrapper, default_root_dir=folder).fit(module, recipes.loader())
         return state_of(module)  # tensors that must be the same with both classes

@@ -1,5 +1,8 @@
 """Predicts the step of a model on a network that may not exist, for several groupings of its
-gradients."""
+gradients.
+
+Reasons: docs/design/records.md.
+"""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +13,6 @@ from undertow.errors import require, suggestion
 from undertow.lab.cost import NODE_LINK, Costs, costs_for
 from undertow.lab.planning import Choice, StepModel, choose
 from undertow.lab.profile import Profile
-from undertow.lab.report.comparison import SimulatedStep
 from undertow.lab.simulate import Conditions, simulate, with_divided_update
 from undertow.plan import (
     Groups,
@@ -23,6 +25,7 @@ from undertow.plan import (
     plan_in_order,
 )
 from undertow.schedule import Strategy, strategy_named
+from undertow.trace import StepRecord
 from undertow.wire import AUTO
 
 _MIB = 1024 * 1024
@@ -201,7 +204,7 @@ class WhatIf:
     @property
     def compute_us(self) -> float:
         """Time of a step without communication."""
-        return self.profile.forward_us + self.profile.backward_us + self.profile.update_us
+        return self.profile.compute_us
 
     @cached_property
     def planned(self) -> Plan:
@@ -224,41 +227,31 @@ class WhatIf:
         best = self.choice.best
         return self._plan(best.groups, best.wires)
 
-    def steps(self) -> tuple[SimulatedStep, ...]:
-        """Returns the step under every grouping."""
+    def plans(self) -> dict[str, Plan]:
+        """Returns the compared plans, by the name of their buckets."""
         profile = self.profile
-        found = []
+        found = {}
         if profile.groups is not None and self.strategy.name == profile.strategy:
             wires = profile.wires or (None,) * len(profile.groups)
             measured = self._plan(profile.groups, wires)
             if self.wire != profile.wire:
                 measured = self.in_formats(measured.groups)
-            found.append(self.step(MEASURED, measured))
-        alone = self.in_formats(tuple((param,) for param in profile.order))
-        fixed = self.in_formats(group_by_size(profile.params, profile.order, _TORCH_CAPS))
-        found.append(self.step(PER_PARAMETER, alone))
-        found.append(self.step(FIXED, fixed))
-        found.append(self.step(PLANNED, self.planned))
-        return tuple(found)
+            found[MEASURED] = measured
+        found[PER_PARAMETER] = self.in_formats(tuple((param,) for param in profile.order))
+        fixed = group_by_size(profile.params, profile.order, _TORCH_CAPS)
+        found[FIXED] = self.in_formats(fixed)
+        found[PLANNED] = self.planned
+        return found
 
-    def step(self, method: str, plan: Plan) -> SimulatedStep:
-        """Simulates a step under `plan`."""
-        profile = self.divided(plan)
-        record = simulate(
-            profile,
+    def step(self, plan: Plan) -> StepRecord:
+        """Returns the record of a simulated step under `plan`."""
+        return simulate(
+            self.divided(plan),
             plan,
             self.strategy,
             self.costs,
             self.conditions,
             param_wire=self.param_wire,
-        )
-        return SimulatedStep(
-            method=method,
-            num_buckets=len(plan.buckets),
-            trace=record.trace(),
-            step_us=record.step_us,
-            compute_us=self.compute_us - self.profile.update_us + profile.update_us,
-            late_rank_us=record.late_rank_us(),
         )
 
     def divided(self, plan: Plan) -> Profile:

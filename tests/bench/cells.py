@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.matrix.catalog import SYSTEMS
-from benchmarks.matrix.rows import link_of_cell, rows_of_cell
+from benchmarks.matrix.rows import rows_of_cell
 
 MS = 1e-3
 
@@ -15,21 +15,14 @@ def played(backward_ms: list[float], **more: Any) -> dict[str, Any]:
         "step_s": [(ms + 1) * MS for ms in backward_ms],
         "cpu_s": [0.002] * num_turns,
         "sent_bytes": [4e6] * num_turns,
-        "ready_s": [],
-        "used_s": [],
         "facts": {"collectives": 2, "version": "1"},
         **more,
     }
 
 
 def rank_result(systems: dict[str, Any], num_turns: int = 2) -> dict[str, Any]:
-    """Two gradients of 1 MB, ready at 10 and 20 ms, over a link that takes 50 ms per MB."""
-    bare = played([20.0] * num_turns, ready_s=[[0.010, 0.020]] * num_turns, used_s=[[0.005, 0.0]] * num_turns)
-    return {
-        "calibration": {"small_s": 0.001, "trains": [{"bytes": 1_000_000, "seconds": 0.050}]},
-        "params": [[250_000, 1_000_000], [250_000, 1_000_000]],
-        "systems": {"bare": bare, **systems},
-    }
+    """What a rank brings back of a run with these systems and the bare model."""
+    return {"num_params": 500_000, "systems": {"bare": played([20.0] * num_turns), **systems}}
 
 
 def cell(*names: str, errors: dict[str, str] | None = None, num_turns: int = 2, **systems: Any) -> dict[str, Any]:
@@ -43,8 +36,7 @@ def cell(*names: str, errors: dict[str, str] | None = None, num_turns: int = 2, 
         "link": "1gbit",
         "kind": "shaped",
         "device": "cpu",
-        "link_measured": link_of_cell(timed),
         "conditions": {"date": "2026-01-01", "load_average": 0.5, "load_average_after": 0.7},
-        "rows": rows_of_cell([SYSTEMS[name] for name in names], timed, {}, errors or {}),
+        "rows": rows_of_cell([SYSTEMS[name] for name in names], timed, errors or {}),
         "profiles": {},
     }

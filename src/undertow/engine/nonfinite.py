@@ -1,0 +1,243 @@
+"""Gradients that are not finite: the findings of a synchronization, and the step that follows
+them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
+
+from undertow.buckets.finite import not_finite
+from undertow.config import refused
+from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.round import Round
+from undertow.errors import NonFiniteGradient, listed
+from undertow.mesh.local_tensors import local_tensor
+from undertow.plan import Plan
+from undertow.ranks import faults
+from undertow.ranks.agreement import gather_json
+from undertow.ranks.transport import OwnGroup
+
+_NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
+_NOT_BY_ALL = (
+    "Ranks with other experts take the step: start from a checkpoint, and look for the "
+    "overflow there."
+)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Gradients that are not finite; the same on every rank."""
+
+    params: tuple[str, ...]  # in the order of the model
+    ranks: tuple[int, ...]  # empty if only the sum is known
+    where: str
+
+    @property
+    def what(self) -> str:
+        """The finding in words."""
+        gradients = "the gradient of" if len(self.params) == 1 else "the gradients of"
+        verb = "is" if len(self.params) == 1 else "are"
+        ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
+        return (
+            f"{gradients} {listed(list(map(repr, self.params)))} {verb} not finite (NaN or "
+            f"Inf) on {ranks}."
+        )
+
+    def error(self) -> NonFiniteGradient:
+        """Returns a new error each time."""
+        return NonFiniteGradient(self.what, where=self.where, remedy=_NOT_TAKEN)
+
+    @property
+    def fault(self) -> faults.Fault:
+        """The fault for ranks that do not know about these gradients, and step.
+
+        No rank can continue.
+        """
+        return faults.Fault(NonFiniteGradient, self.what, _NOT_BY_ALL)
+
+
+class NonFinite:
+    """Keeps the finding of the last synchronization, and acts on it by `policy`: "raise", "skip" or
+    "ignore".
+
+    It acts at the optimizer's step, because a GradScaler makes gradients overflow on purpose and
+    does not step on them. `find_alone` checks there the gradients that no synchronization has seen.
+    `fails_others` makes the ranks that do not hold these experts raise too, at their next wait.
+    `agree` returns the finding of any rank of a mesh: each has other parts of the gradients.
+    """
+
+    fails_others: Callable[[faults.Fault], object] | None = None
+    agree: Callable[[Finding | None], Finding | None] | None = None
+
+    def __init__(
+        self,
+        policy: str,
+        *,
+        rank: int,
+        find_alone: Callable[[], Finding | None],
+    ) -> None:
+        self.num_skipped = 0  # steps
+        self.is_on = policy != "ignore"
+        self._policy = policy
+        self._rank = rank
+        self._find_alone = find_alone
+        self._finding: Finding | None = None
+        self._is_judged = False  # an optimizer has stepped, or skipped, on it
+
+    def round_ends(self, ended: Round, plan: Plan) -> None:
+        """Takes over a synchronization's findings.
+
+        Earlier findings count as long as they are part of the sum.
+        """
+        if ended.found.keeps_earlier and self._finding is not None and not self._is_judged:
+            # the first finding comes back from every rank, with the mean of the earlier
+            # synchronization
+            return
+        if ended.found.nonfinite and not ended.has_failed:
+            self._finding = _finding_of(ended, plan)
+            self._is_judged = False
+        elif not ended.found.keeps_earlier:
+            self._finding = None
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Returns True if the coming step of `optimizer` is to change nothing.
+
+        May raise NonFiniteGradient on every rank.
+        """
+        # Torch's own kernels skip the step by this.
+        if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
+            return False
+        finding = self._finding or self._find_alone()
+        if self.agree is not None:
+            self._finding = finding = self.agree(finding)
+        if finding is None:
+            return False
+        is_counted = self._finding is not None and self._is_judged
+        self._is_judged = True
+        if self._policy == "raise":
+            if self.fails_others is None:
+                raise finding.error()
+            self.fails_others(finding.fault)
+            raise finding.fault.error(finding.where)
+        if not is_counted:
+            self.num_skipped += 1
+            self._tell(finding)
+        return True
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """Returns other arguments for a plain optimizer's step, if needed.
+
+        The optimizer itself is the first of `args`.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return ((_idle(optimizer), *args[1:]), kwargs) if self.skips(optimizer) else None
+        if self._policy == "skip":
+            raise refused("closure", "skip", where=f"{type(optimizer).__name__}, rank {self._rank}")
+        return after_closure(args, kwargs, partial(self.skips, optimizer))
+
+    def _tell(self, finding: Finding) -> None:
+        """Warns on rank 0, the first, second, fourth time and so on.
+
+        A run that diverges would print nothing else.
+        """
+        if self._rank == 0 and self.num_skipped.bit_count() == 1:
+            times = "" if self.num_skipped == 1 else f" Steps like this so far: {self.num_skipped}."
+            faults.tell(
+                f"{finding.what} The step is skipped on every rank.{times}\n  {finding.where}"
+            )
+
+
+def after_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], object]
+) -> Arguments:
+    """Returns the arguments of an optimizer's step with a closure that calls `then` at its end."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+
+    def closed() -> Any:
+        loss = closure()
+        then()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], closed, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closed}
+
+
+def _finding_of(ended: Round, plan: Plan) -> Finding:
+    buckets = sorted(ended.found.nonfinite)
+    slots = [
+        plan.buckets[bucket].slots[position]
+        for bucket in buckets
+        for position in ended.found.nonfinite[bucket]
+    ]
+    return Finding(
+        params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
+        ranks=tuple(ended.found.reported("nonfinite", overdue=False)),
+        where=f"synchronization {ended.terms.number}, bucket {listed(list(map(str, buckets)))}",
+    )
+
+
+def _idle(optimizer: Optimizer) -> Optimizer:
+    """Stands in for `optimizer` in one call of its `step`.
+
+    The same, with no parameters and no state to change.
+    """
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    settings = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    # A copy, because some optimizers count steps in their groups.
+    groups = [{**group, "params": []} for group in copy.deepcopy(settings)]
+    vars(stand_in).update({**vars(optimizer), "param_groups": groups, "state": defaultdict(dict)})
+    return stand_in
+
+
+def found_by_any(everyone: OwnGroup, finding: Finding | None) -> Finding | None:
+    """Returns the finding of the first rank that has one, on every rank; a collective call."""
+    what = "whether all ranks' gradients are finite"
+    is_found = torch.tensor(float(finding is not None), device=everyone.device)
+    everyone.all_reduce(is_found, what, dist.ReduceOp.MAX).wait()
+    if not is_found:
+        return None
+    mine = None if finding is None else dataclasses.asdict(finding)
+    found = next(each for each in gather_json(everyone, mine, waits_for=what) if each is not None)
+    return Finding(tuple(found["params"]), tuple(found["ranks"]), found["where"])
+
+
+def found_alone(current_plan: CurrentPlan) -> Finding | None:
+    """Checks the gradients of a single rank, which has no rounds. A function.
+
+    A method would hold its owner in a cycle.
+    """
+    if current_plan.is_active:
+        return None
+    grads = {
+        name: local_tensor(param.grad)
+        for name, param in current_plan.hooks.named_params
+        if param.grad is not None
+    }
+    names = list(grads)
+    params = tuple(names[place] for place in not_finite(list(grads.values())))
+    return (
+        Finding(
+            params, ranks=(current_plan.group.name,), where="one rank, when its optimizer steps"
+        )
+        if params
+        else None
+    )
