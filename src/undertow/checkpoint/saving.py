@@ -149,7 +149,8 @@ class Saving:
             files.write_tensors(folder / name, *of_file)
 
         self._ranks.agree(lambda: self._each_own_file(put))
-        self._ranks.agree_on_first(partial(_finish, self._ranks.path, self._text, self._keep))
+        finish = partial(_finish, self._ranks.path, self._text, self._keep)
+        self._ranks.agree(lambda: finish() if self._ranks.rank == 0 else None)
 
     def write_in_background(self, folder: Path) -> BackgroundSave:
         """Copies the files of this rank; a thread writes them."""
