@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from support.alike import of_all_ranks
+from support.inside import messages_of_a_load_have
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel, Outer, ShardedOptimizer, SyncConfig, load_checkpoint, save_checkpoint
-from undertow.checkpoint import files, replicated
+from undertow.checkpoint import files
 from undertow.checkpoint.loading import Loading
 
 MB = 1 << 20
@@ -136,7 +137,7 @@ def test_with_replicas_a_rank_reads_its_own_and_half_of_what_is_global(path: Pat
 
 @in_ranks(2)
 def test_shares_travel_in_many_messages_that_end_within_elements(path: Path) -> None:
-    with mock.patch.object(replicated, "_MOST_BYTES", 2 * 37):
+    with messages_of_a_load_have(2 * 37):
         loads_what_was_saved(path, {"width": 7}, strategy="zero1", width=7)
 
 

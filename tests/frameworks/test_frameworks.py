@@ -507,8 +507,8 @@ def keeping_handlers() -> Iterator[None]:
 
 def lightning_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
     import lightning.pytorch as pl
-    from support.lightning_recipes import trainer_of
 
+    from frameworks.lightning_recipes import trainer_of
     from undertow.integrations.lightning import StopOnSignal
 
     class Module(pl.LightningModule):

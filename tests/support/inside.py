@@ -29,6 +29,7 @@ from undertow.buckets.bucket import Layout, Shared
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
 from undertow.buckets.reducer import Reducer
 from undertow.checkpoint import files as checkpoint_files
+from undertow.checkpoint import replicated as checkpoint_replicated
 from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
 from undertow.engine import params as module_params
 from undertow.engine import tuning
@@ -88,6 +89,11 @@ def elements_read() -> Iterator[Counter[str]]:
     read, opened = Counter[str](), checkpoint_files.open_tensors
     with mock.patch.object(checkpoint_files, "open_tensors", lambda path: _CountedFile(opened(path), read)):
         yield read
+
+
+def messages_of_a_load_have(num_bytes: int) -> AbstractContextManager[object]:
+    """What all ranks read together is gathered in messages of this size, of all ranks."""
+    return mock.patch.object(checkpoint_replicated, "_MOST_BYTES", num_bytes)
 
 
 def own_tensors(optimizer: ShardedOptimizer) -> list[torch.Tensor]:

@@ -59,7 +59,7 @@ class Copies:
         source = next((place for place in places if not device_of(place).is_host), host)
         memory = self._memory[name] = self._memory_of(name, sum(sizes), source)
         copies = {}
-        for (key, tensor), part in zip(tensors.items(), memory.split(sizes), strict=True):
+        for (key, tensor), part in zip(tensors.items(), torch.split(memory, sizes), strict=True):
             copy = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copies[key] = copy.copy_(tensor.detach(), non_blocking=True)
         for place in places:

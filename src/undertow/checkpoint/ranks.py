@@ -103,7 +103,12 @@ class CheckpointRanks:
     def agree(self, work: Callable[[], _Result]) -> _Result:
         """Returns the result of `work`; if it fails on a rank, every rank raises the same error."""
         results: list[_Result] = []
-        self.texts_of(lambda: results.append(work()) or "")
+
+        def told() -> str:
+            results.append(work())
+            return ""
+
+        self.texts_of(told)
         return results[0]
 
     def agree_on_first(self, work: Callable[[], Path]) -> Path:

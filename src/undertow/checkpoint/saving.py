@@ -148,8 +148,12 @@ class Saving:
         def put(name: str, of_file: contents.Contents) -> None:
             files.write_tensors(folder / name, *of_file)
 
+        def finish() -> None:
+            if self._ranks.rank == 0:
+                _finish(self._ranks.path, self._text, self._keep)
+
         self._ranks.agree(lambda: self._each_own_file(put))
-        self._ranks.agree_on_first(partial(_finish, self._ranks.path, self._text, self._keep))
+        self._ranks.agree(finish)
 
     def write_in_background(self, folder: Path) -> BackgroundSave:
         """Copies the files of this rank; a thread writes them."""

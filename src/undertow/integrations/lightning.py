@@ -188,10 +188,10 @@ class StopOnSignal(pl.Callback):
             # Lightning's, which it takes back when it has fitted.
             if type(signal.getsignal(number)).__module__.startswith("lightning."):
                 signal.signal(number, signal.SIG_DFL)
-        undertow.stop_on_signal(trainer.strategy.model, self._signals, self._seconds)  # type: ignore[arg-type]
+        undertow.stop_on_signal(trainer.strategy.model, self._signals, self._seconds)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_arguments: Any) -> None:
-        if trainer.strategy.model.stop_requested:  # type: ignore[union-attr, operator]
+        if trainer.strategy.model.stop_requested:
             trainer.should_stop = True
             if self._save_to is not None:
                 trainer.save_checkpoint(self._save_to)
