@@ -111,8 +111,6 @@ REMOVALS = (
     Removal(EXCHANGES, "                    carrier.give_back([values])", "                    pass"),
     Removal(EXCHANGES, "            carrier.give_back([difference])", "            pass", ONE_STREAM),
     Removal(EXCHANGES, "            carrier.give_back(arriving.held)\n            if pieces", "            if pieces"),
-    Removal(EXCHANGES, "                    carrier.give_back([recut.sent])", "                    pass"),
-    Removal(CARRIERS, "        gathering.held.append(gathering.own)\n", ""),
     Removal(CARRIERS, "[work], [received, sent])", "[work], [sent])"),
     Removal(CARRIERS, "[work], [received, sent])", "[work], [received])"),
     Removal(CARRIERS, "[work], [part, values])", "[work], [values])"),
