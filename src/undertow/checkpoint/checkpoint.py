@@ -169,7 +169,7 @@ def load_checkpoint(
     loading = Loading(ranks, model, optimizers, folder)
     ranks.agree(loading.read)
     ranks.agree(loading.put)
-    return loading.index["extra"]
+    return loading.extra
 
 
 def _require_which(which: object) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from undertow.checkpoint import contents, files, states
-from undertow.checkpoint.ranks import CheckpointRanks
+from undertow.checkpoint.ranks import CheckpointRanks, require_same_axes
 from undertow.errors import CheckpointError, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
@@ -29,6 +29,7 @@ class Loading:
     ) -> None:
         self.index: dict[str, Any] = {}
         self._ranks, self._optimizers, self._folder = ranks, optimizers, folder
+        self.extra: Any = None  # of the checkpoint
         # A collective call: not where one rank may fail alone.
         self._parts = [
             each.owned_parts() if isinstance(each, ShardedOptimizer) else None
@@ -42,9 +43,9 @@ class Loading:
 
     def read(self) -> None:
         """Reads and compares; raises CheckpointError before anything is changed."""
-        folder, names, outer = self._folder, self._names, self._outer
-        index = self.index = files.read_index(folder)
-        self._require_whole()
+        folder, names, outer = self._open(), self._names, self._outer
+        index = self.index
+        self._require_whole(folder)
         num_saved = len(index["optimizers"])
         require(
             len(self._optimizers) in (0, num_saved),
@@ -72,18 +73,30 @@ class Loading:
             for number, each in enumerate(self._optimizers)
         ]
 
-    def _require_whole(self) -> None:
+    def _open(self) -> Path:
+        """Reads the index; returns the folder of this rank's files: on a mesh that of its place."""
+        folder, place = self._folder, self._ranks.place
+        index = self.index = files.read_index(folder)
+        self.extra = index["extra"]
+        require_same_axes(index.get("axes", ()), place, folder=folder)
+        if self._ranks.rank == 0:
+            files.require_no_others(folder, index)
+        if "places" not in index:
+            return folder
+        self.index = index["places"][place.number]
+        return folder / files.at_place(place.number)
+
+    def _require_whole(self, folder: Path) -> None:
         """Raises CheckpointError if a file is missing, damaged or too many, whoever needs it.
 
         Some rank looks at each file.
         """
-        index, folder, ranks = self.index, self._folder, self._ranks
+        index, ranks = self.index, self._ranks
         for number, (name, entries) in enumerate(index["files"].items()):
-            if number % ranks.size == ranks.rank:
+            if number % len(ranks.own) == ranks.rank_at_place:
                 states.open_as_listed(folder, name, entries)
-        if ranks.rank:
+        if not ranks.is_first:
             return
-        files.require_no_others(folder, index)
         if "outer" in index:
             contents.state_for_outer(folder, index)
             for number in range(index["num_replicas"]):

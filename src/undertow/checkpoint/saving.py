@@ -45,7 +45,7 @@ class Saving:
     ) -> None:
         self._ranks, self._model, self._optimizers, self._keep = ranks, model, optimizers, keep
         self._outer = outer_of(model)
-        self._writers = _writers(self._outer, ranks.size, optimizers)
+        self._writers = _writers(self._outer, len(ranks.own), optimizers)
         self._of_model: contents.Contents = ({}, {})
         self._of_state: contents.Contents = ({}, {})  # of the optimizers
         self._of_outer: dict[str, Tensor] = {}
@@ -65,6 +65,7 @@ class Saving:
         require_same_settings(ranks.from_all(text), where="save_checkpoint")
         ranks.agree(lambda: self._collect(extra))
         self._share_entries()
+        self._share_indexes()
         return ranks.agree_on_first(self._open_folder)
 
     def _collect(self, extra: object) -> None:
@@ -91,29 +92,44 @@ class Saving:
 
     def _share_entries(self) -> None:
         """Tells all ranks the entries of each, and keeps those that this rank stores."""
-        rank = self._ranks.rank
+        ranks, rank = self._ranks, self._ranks.rank_at_place
         tensors, texts = self._of_state
         writes = any(rank in of_replica for of_replica in self._writers)
         own = [*tensors, *texts] if writes else []
-        of_ranks = self._ranks.from_all(json.dumps([secrets.token_hex(8), own]))
+        of_ranks = ranks.from_all(json.dumps([secrets.token_hex(8), own]))
         (self._token, _), *_ = told = list(map(json.loads, of_ranks))
-        self._entries = _without_repeats([entries for _, entries in told], self._writers)
+        of_place = [told[each][1] for each in ranks.own]
+        self._entries = _without_repeats(of_place, self._writers)
         for entry in {*tensors, *texts} - {*self._entries.get(rank, ())}:
             tensors.pop(entry, None)
             texts.pop(entry, None)
 
-    def _open_folder(self) -> Path:
-        """Called on the first rank."""
         self._index["files"] = {
             files.optimizer_file(rank): entries for rank, entries in self._entries.items()
         }
+
+    def _share_indexes(self) -> None:
+        """Brings the indexes of all places of a mesh into one."""
+        ranks = self._ranks
+        if not ranks.place.sizes:
+            return
+        extra = self._index.pop("extra")
+        mine = files.json_text(self._index) if ranks.is_first else ""
+        texts = ranks.from_all(mine)
+        of_places = [json.loads(texts[first]) for first, *_ in ranks.of_places]
+        self._index = {"extra": extra, "axes": ranks.place.sizes, "places": of_places}
+
+    def _open_folder(self) -> Path:
+        """Called on the first rank."""
         saved_ns = files.saved_ns(self._ranks.path, time.time_ns())
         self._text = files.index_text(self._token, saved_ns, self._index)
-        return files.folder_for_saving(self._ranks.path)
+        return files.folder_for_saving(
+            self._ranks.path, num_places=len(self._index.get("places", ()))
+        )
 
     def _each_own_file(self, put: Callable[[str, contents.Contents], object]) -> None:
         """Calls `put` with each file of this rank, while the model has the values to save."""
-        rank, outer = self._ranks.rank, self._outer
+        rank, outer, put = self._ranks.rank_at_place, self._outer, self._at_place(put)
         with contextlib.nullcontext() if outer is None else outer.synchronized():
             if rank == 0:
                 put(files.MODEL, self._of_model)
@@ -123,6 +139,15 @@ class Saving:
             put(files.OUTER, (self._of_outer, {}))
         if rank in self._entries:
             put(files.optimizer_file(rank), self._of_state)
+
+    def _at_place(
+        self, put: Callable[[str, contents.Contents], object]
+    ) -> Callable[[str, contents.Contents], object]:
+        """Returns `put` for files of this rank's place, on a mesh."""
+        place = self._ranks.place
+        if not place.sizes:
+            return put
+        return lambda name, of: put(files.at_place(place.number, name), of)
 
     def write(self, folder: Path) -> None:
         """Writes and completes the checkpoint. Raises the same error on every rank."""

@@ -47,6 +47,16 @@ def shards_of(group: Any) -> dist.ProcessGroup:
     return found
 
 
+def numels_of(group: Any) -> list[int]:
+    """Returns the elements of each parameter of a group in its messages, with padding."""
+    return [fsdp_param.padded_sharded_param_size.numel() for fsdp_param in group.fsdp_params]
+
+
+def is_offloaded(group: Any) -> bool:
+    """Returns True if parameters of a group stay in host memory, under `CPUOffloadPolicy`."""
+    return any(fsdp_param.offload_to_cpu for fsdp_param in group.fsdp_params)
+
+
 def has_own_divisor(group: Any) -> bool:
     """Returns True after `set_gradient_divide_factor`."""
     return group.gradient_divide_factor is not None
