@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from support.errors import text_of
 from support.levels import some
 from support.ranks import in_ranks
-from support.sharded import mesh_of
+from support.sharded import destroy, mesh_of
 from support.tensor_parallel import GPT, gpt, mean_by_hand, mesh_of_four, parts, placed, tokens
 from undertow import (
     CheckpointError,
@@ -268,6 +268,8 @@ def mesh_of_one_replica() -> Iterator[DeviceMesh]:
     mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
     yield mesh
     dist.barrier()
+    if dist.get_rank() < 2:
+        destroy(mesh)
 
 
 @pytest.mark.parametrize("ways", [("zero1", "zero2"), ("ddp", "zero1"), ("zero2", "ddp")], ids="-".join)

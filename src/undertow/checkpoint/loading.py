@@ -27,7 +27,8 @@ class Loading:
         optimizers: Sequence[Optimizer],
         folder: Path,
     ) -> None:
-        self.index: dict[str, Any] = {}
+        self.index: dict[str, Any] = {}  # of this rank's place, on a mesh
+        self._of_all: dict[str, Any] = {}  # the whole index
         self._ranks, self._optimizers, self._folder = ranks, optimizers, folder
         self.extra: Any = None  # of the checkpoint
         # A collective call: not where one rank may fail alone.
@@ -76,11 +77,9 @@ class Loading:
     def _open(self) -> Path:
         """Reads the index; returns the folder of this rank's files: on a mesh that of its place."""
         folder, place = self._folder, self._ranks.place
-        index = self.index = files.read_index(folder)
+        index = self.index = self._of_all = files.read_index(folder)
         self.extra = index["extra"]
         require_same_axes(index.get("axes", ()), place, folder=folder)
-        if self._ranks.rank == 0:
-            files.require_no_others(folder, index)
         if "places" not in index:
             return folder
         self.index = index["places"][place.number]
@@ -95,6 +94,8 @@ class Loading:
         for number, (name, entries) in enumerate(index["files"].items()):
             if number % len(ranks.own) == ranks.rank_at_place:
                 states.open_as_listed(folder, name, entries)
+        if ranks.rank == 0:
+            files.require_no_others(self._folder, self._of_all)
         if not ranks.is_first:
             return
         if "outer" in index:

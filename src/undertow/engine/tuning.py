@@ -55,10 +55,11 @@ class Tuning:
         self._seen: list[int] | None = None  # parameters, as their gradients arrive in round 1
         self._order_sent: Handle | None = None  # on its way from rank 0
         if recorder.is_on:
-            self.measuring = Measuring(arrivals, recorder, reducer.group, self.measured)
+            self.measuring = Measuring(arrivals, recorder, reducer.group.deciding, self.measured)
         self.num_drops: int = 0 if earlier is None else earlier.num_drops
         if may_move(reducer) and self.num_drops < MOST_DROPS:
-            self.trying = Trying(recorder, reducer.group, self._trials_of, num_drops=self.num_drops)
+            group = reducer.group.deciding
+            self.trying = Trying(recorder, group, self._trials_of, num_drops=self.num_drops)
         if _follows_order(reducer):
             self._seen = []
             arrivals.at_each = self._seen.append
@@ -157,7 +158,7 @@ class Tuning:
 
     def _send_order(self, seen: Sequence[int]) -> None:
         self._end_order()
-        group, params = self._reducer.group, self._arrivals.index_of
+        group, params = self._reducer.group.deciding, self._arrivals.index_of
         order = torch.tensor(observed(len(params), seen), dtype=torch.int64)
         # [number of parameters]
         self._order_sent = group.broadcast(

@@ -64,12 +64,16 @@ def test_the_average_across_replicas_is_taken_over_and_given_back(mesh: DeviceMe
     assert (fsdp.is_sharded(group), fsdp.has_own_divisor(group), fsdp.all_reduces(group)) == (True, False, True)
     replicas = fsdp.replicas_of(group)
     assert replicas is mesh.get_group("dp")
-    undo = fsdp.take_over(net, lambda values: seen.append(values.numel()))
+    undo = fsdp.take_over(net, lambda values: seen.append(values.numel()), refuse=lambda factor: seen.append(int(factor)))
+    net.set_gradient_divide_factor(2.0)
+    assert (seen.pop(), fsdp.has_own_divisor(group)) == (2, False)
     net(torch.ones(1, 2)).sum().backward()
     assert (seen, fsdp.replicas_of(group), fsdp.shards_of(group)) == ([6], None, mesh.get_group("tp"))
     undo()
     net(torch.ones(1, 2)).sum().backward()
     assert (seen, fsdp.replicas_of(group)) == ([6], replicas)
+    net.set_gradient_divide_factor(2.0)
+    assert fsdp.has_own_divisor(group)
 
 
 def test_a_module_of_replicate_has_no_shards(mesh: DeviceMesh) -> None:
