@@ -18,7 +18,7 @@ from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import earlier_watchers
 from undertow.errors import CheckpointError, require
-from undertow.mesh.axes import Place, place_of
+from undertow.mesh.axes import MeshPlace, place_of
 from undertow.mesh.local_tensors import distributed
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
@@ -41,9 +41,8 @@ class CheckpointRanks:
     group: dist.ProcessGroup | None = None
     device: torch.device = _HOST  # of messages: the model's, unless the backend takes the host's
     engines: tuple[Engine, ...] = ()  # which synchronize the model
-    place: Place = field(
-        default_factory=Place
-    )  # beside tensor parallelism: of the parts that this rank has
+    # beside tensor parallelism: of the parts that this rank has
+    place: MeshPlace = field(default_factory=MeshPlace)
     of_places: Sequence[Sequence[int]] = ((0,),)  # the ranks of each place
 
     @classmethod
@@ -204,7 +203,7 @@ def _require_unmanaged(model: nn.Module) -> None:
         )
 
 
-def _shared(told: Sequence[str], place: Place) -> list[list[int]]:
+def _shared(told: Sequence[str], place: MeshPlace) -> list[list[int]]:
     """Returns the ranks of each place by what all ranks have told, their number and how many there
     are. Raises CheckpointError, on every rank, unless each place has ranks."""
     of_places: list[list[int]] = [[] for _ in range(place.num_places)]
@@ -224,14 +223,14 @@ def _shared(told: Sequence[str], place: Place) -> list[list[int]]:
     return of_places
 
 
-def _text(place: Place) -> str:
+def _text(place: MeshPlace) -> str:
     return ", ".join(f"{name}={size}" for name, size in place.sizes) or "no axis"
 
 
-def require_same_axes(saved: Sequence[Sequence[Any]], place: Place, *, folder: Path) -> None:
+def require_same_axes(saved: Sequence[Sequence[Any]], place: MeshPlace, *, folder: Path) -> None:
     """Raises CheckpointError if a checkpoint is of other sizes of the axes over which parameters
     are cut."""
-    then = Place(tuple((name, size) for name, size in saved))
+    then = MeshPlace(tuple((name, size) for name, size in saved))
     require(
         then.sizes == place.sizes,
         f"the checkpoint was saved with parameters cut over {_text(then)}, and the model's are cut "

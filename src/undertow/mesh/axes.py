@@ -209,7 +209,7 @@ def replica_of(params: Iterable[Tensor], ranks: Sequence[int], rank: int) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshPlace:
     """The place of this rank on the axes of a mesh over which parameters are cut: ranks at one
     place have the same parts."""
 
@@ -221,7 +221,7 @@ class Place:
         return math.prod(size for _, size in self.sizes)
 
 
-def place_of(params: Iterable[Tensor]) -> Place:
+def place_of(params: Iterable[Tensor]) -> MeshPlace:
     """Returns the place of this rank; the only one if no parameter is cut."""
     indices: dict[str, tuple[int, int]] = {}  # by name: the size of an axis, and the place on it
     for dtensor in _dtensors(params):
@@ -234,7 +234,7 @@ def place_of(params: Iterable[Tensor]) -> Place:
     number = 0
     for size, index in indices.values():
         number = number * size + index
-    return Place(tuple((name, size) for name, (size, _) in indices.items()), number)
+    return MeshPlace(tuple((name, size) for name, (size, _) in indices.items()), number)
 
 
 def are_even(params: Iterable[Tensor]) -> bool:

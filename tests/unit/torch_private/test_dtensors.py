@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from undertow.mesh.axes import Place, place_of
+from undertow.mesh.axes import MeshPlace, place_of
 from undertow.mesh.local_tensors import (
     LocalParam,
     awaited_members,
@@ -154,8 +154,8 @@ def test_a_value_becomes_a_dtensor_like_its_parameter_and_a_part_again(mesh: Dev
 
 def test_places_are_told_by_the_axes_over_which_parameters_are_cut(mesh: DeviceMesh) -> None:
     whole = nn.Parameter(distribute_tensor(torch.ones(3), mesh["tp"], [Replicate()]))
-    assert place_of([nn.Parameter(torch.ones(1)), whole]) == Place()
-    assert place_of([whole, parameter(mesh, torch.ones(4, 2))]) == Place((("tp", 1),), 0)
+    assert place_of([nn.Parameter(torch.ones(1)), whole]) == MeshPlace()
+    assert place_of([whole, parameter(mesh, torch.ones(4, 2))]) == MeshPlace((("tp", 1),), 0)
 
 
 def test_a_message_of_fully_shard_has_its_parameters_one_after_another(mesh: DeviceMesh) -> None:
