@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from undertow.config import SyncConfig, refused
 from undertow.errors import WrongType, require, suggestion
 from undertow.mesh.local_tensors import distributed
-from undertow.ranks.group import GroupRef
 from undertow.torch_private import dtensors, fsdp, tables
 from undertow.wire import AUTO
 
@@ -130,14 +129,18 @@ def require_data_axis(named_params: Iterable[tuple[str, Tensor]], ranks: Sequenc
 
 
 def require_fits_replicas(
-    module: nn.Module, named_params: Sequence[tuple[str, Tensor]], group: GroupRef
+    module: nn.Module,
+    named_params: Sequence[tuple[str, Tensor]],
+    ranks: Sequence[int],
+    *,
+    has_rows: bool,
 ) -> None:
-    """Raises ConfigError if the ranks of replicas that train alone do not fit parameters that are
-    DTensors."""
+    """Raises ConfigError if the ranks of replicas that train alone, or rows of ranks, do not fit
+    parameters that are DTensors."""
     if not distributed(param for _, param in named_params):
         return
     require(
-        not group.rows,
+        not has_rows,
         "outer synchronization has two data-parallel axes, and parameters are DTensors over "
         "others.",
         where="SyncConfig(outer=...)",
@@ -145,7 +148,7 @@ def require_fits_replicas(
     )
     # Under fully_shard a parameter may be on the axis of the replicas too, whole.
     if not any(fsdp.is_managed(part) for _, part in tables.named_modules(module)):
-        require_data_axis(named_params, group.ranks)
+        require_data_axis(named_params, ranks)
 
 
 def require_unmanaged(module: nn.Module, *, caller: str) -> None:

@@ -106,7 +106,8 @@ class GroupSync:
             within = mesh
             self.attached.callback(mesh.close)
         if self.config.outer is not None:  # the engine synchronizes within a replica
-            require_fits_replicas(self.module, self.members.named_params(), group)
+            named_params = self.members.named_params()
+            require_fits_replicas(self.module, named_params, group.ranks, has_rows=bool(group.rows))
             within = self.all_ranks = make(group, within=mesh, is_axis=mesh is not None)
             self.attached.callback(within.close)
             if mesh is not None:
