@@ -207,7 +207,7 @@ def are_of_one_kind(saved: Tensor, present: Tensor) -> bool:
     return saved.dtype == present.dtype
 
 
-def _part(value: object) -> object:
+def _part(value: Any) -> Any:
     return local_tensor(value) if isinstance(value, Tensor) else value
 
 

@@ -167,11 +167,11 @@ def _group_of(
     synchronize parts of it.
     """
     outer = outer_of(model)
-    own_groups = [engine.current_plan.group for engine in engines]
+    own_groups: list[OwnGroup] = [engine.current_plan.group for engine in engines]
     # A single data-parallel rank has no engine that watches.
     syncs = [each._sync for each in optimizers if isinstance(each, ShardedOptimizer)]
     syncs += [model.sync] if isinstance(model, DistributedDataParallel) else []
-    known = [sync._own.all_ranks for sync in syncs]
+    known: list[OwnGroup] = [sync._own.all_ranks for sync in syncs]
     for own in [*known, *own_groups] if outer is None else [outer.all_ranks]:
         if own.is_on_mesh:
             return own.everyone.process_group

@@ -155,7 +155,7 @@ class OuterAxis:
         self._finalizer = weakref.finalize(module, _call_all, ends)
         self._finalizer.atexit = False  # other ranks may have ended
         try:
-            named_params = dict(tables.named_parameters(module))
+            named_params: dict[str, Tensor] = dict(tables.named_parameters(module))
             self._require_alike(named_params)
             if config.outer is not None:
                 self._sync = self._synchronized(module, named_params, replicas)

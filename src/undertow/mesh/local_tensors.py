@@ -52,7 +52,7 @@ class LocalParam(Tensor):
         self.param.grad = dtensors.dtensor_of(value, self._spec)
 
     @property
-    def grad_dtype(self) -> torch.dtype:
+    def grad_dtype(self) -> torch.dtype:  # type: ignore[override]  # torch's can be set
         return private.gradient_dtype(self.param)
 
     def let_go(self) -> None:
@@ -88,7 +88,7 @@ def local_gradient(param: Tensor) -> Tensor | None:
         return grad  # type: ignore[no-any-return]
     if grad.placements != param.placements:  # type: ignore[attr-defined]
         raise _other_placements(grad, param)
-    return grad.to_local() if grad.requires_grad else dtensors.local_of(grad)  # type: ignore[no-any-return]
+    return grad.to_local() if grad.requires_grad else dtensors.local_of(grad)
 
 
 def parameter_of(local: Tensor) -> Tensor:

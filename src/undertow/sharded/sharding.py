@@ -267,7 +267,8 @@ class Sharding(Layout):
             own = self._gradients[bucket.index].shard
             self.gather_whole(bucket, own, {part.param: whole})
         whole = whole.as_strided(grad.shape, self.strides[part.param]).to(grad.dtype)
-        return placed_like(param, whole)
+        placed: Tensor = placed_like(param, whole)
+        return placed
 
     def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
         """Writes all ranks' shards of data in that bucket's layout into whole tensors.

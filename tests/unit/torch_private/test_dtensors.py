@@ -123,7 +123,12 @@ def test_a_local_parameter_lets_go_of_the_memory_and_keeps_its_layout(mesh: Devi
 
 
 @pytest.mark.parametrize(
-    "read", [lambda param: param.to_local(), lambda param: param.full_tensor(), lambda param: param.redistribute()]
+    "read",
+    [
+        lambda param: param.to_local(),
+        lambda param: param.full_tensor(),
+        lambda param: param.redistribute(placements=[Replicate()]),
+    ],
 )
 def test_python_code_of_a_dtensor_that_reads_its_part_waits_first(mesh: DeviceMesh, read: Callable[[DTensor], object]) -> None:
     param, arrived = parameter(mesh, torch.ones(4, 2)), list[DTensor]()
