@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from support.errors import text_of
 from support.inside import bytes_given_to_gloo
@@ -17,7 +19,7 @@ from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import kept_mesh
 from support.tensor_parallel import parts, require_same_parts
-from undertow import ConfigError, Desync, PlanMismatch, ReplicaMismatch, UndertowError, attach, outer_axis
+from undertow import ConfigError, Desync, Outer, PlanMismatch, ReplicaMismatch, UndertowError, attach, outer_axis
 
 WIDTH = 256
 NAMES = ("dp_replicate", "dp_shard")
@@ -104,6 +106,104 @@ def test_int8_sends_a_quarter_of_the_bytes_and_replicas_stay_alike() -> None:
             assert (param - wanted).abs().max() <= 2 * 4 * 0.0101, name
 
 
+def alone(steps: int, mesh: DeviceMesh, every: int) -> Net:
+    """Replicas of FSDP that train alone; every few steps each shard becomes the mean over replicas, by hand."""
+    net = sharded(mesh["dp_shard"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    given = [param.clone() for _, param, _ in parts(net)]
+    for step in range(steps):
+        net(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % every == 0:
+            for begun, (_, param, _) in zip(given, parts(net), strict=True):
+                difference = begun - param
+                dist.all_reduce(difference, group=mesh.get_group("dp_replicate"))
+                param.copy_(begun.sub_(difference.div_(2)))
+    return net
+
+
+AVERAGE: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "fragments": 1, "delay": 0, "wire": None}
+
+
+@pytest.mark.parametrize("way", ["two dimensions", "one dimension"])
+@ON_A_MESH
+def test_replicas_that_train_alone_exchange_their_shards_every_few_steps(way: str) -> None:
+    with meshes() as mesh:
+        is_flat = way == "one dimension"
+        net = sharded(mesh["dp_shard"] if is_flat else mesh[NAMES])
+        axis = outer_axis(net, outer=Outer(every=3, **AVERAGE), device_mesh=mesh["dp_replicate"] if is_flat else None)
+        assert axis.outer is not None
+        optimizer, sent = torch.optim.AdamW(net.parameters(), lr=1e-2), []
+        for step in range(6):
+            with bytes_given_to_gloo() as counted:
+                net(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            sent.append(sum(counted.values()) > 0)
+            with torch.no_grad():
+                net(batch(step))  # an evaluation leaves the root's parameters whole
+        assert sent == [False, False, True] * 2
+        assert "2 replicas, <OuterSync every 3 steps" in repr(axis)
+        reference = alone(6, mesh, every=3)
+        net.reshard()
+        for (name, param, _), (_, wanted, _) in zip(parts(net), parts(reference), strict=True):
+            assert torch.equal(param, wanted), f"{name} differs"
+        state = axis.outer.state_dict()
+        assert isinstance(state["global"]["first.weight"], DTensor)
+        axis.outer.load_state_dict(state)
+        axis.close()
+
+
+@ON_A_MESH
+def test_fragments_in_int8_leave_equal_shards_on_all_replicas_and_a_state_resumes() -> None:
+    with meshes() as mesh:
+        net = sharded(mesh[NAMES])
+        axis = outer_axis(net, outer=Outer(every=4, fragments=2, delay=1))
+        assert axis.outer is not None
+        train(net, range(9))
+        state = axis.outer.state_dict()
+        with axis.outer.synchronized():
+            for name, param, _ in parts(net):
+                first = param.clone()
+                dist.broadcast(first, group=mesh.get_group("dp_replicate"), group_src=0)
+                assert torch.equal(first, param), f"{name} differs between replicas"
+                assert torch.equal(param, state["global"][name].to_local()), name
+        axis.close()
+        resumed = sharded(mesh[NAMES])
+        again = outer_axis(resumed, outer=Outer(every=4, fragments=2, delay=1))
+        assert again.outer is not None
+        resumed.load_state_dict(net.state_dict())
+        again.outer.load_state_dict(state)
+        found = again.outer.state_dict()
+        for name, value in found["global"].items():
+            assert torch.equal(value.to_local(), state["global"][name].to_local()), name
+        again.close()
+
+
+class Two(nn.Module):
+    """The gradient of `small` is a thousandth of the gradient of `large`, which is before it in each message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.ones(100, 11)), nn.Parameter(torch.ones(100, 11))
+
+    def forward(self) -> Tensor:
+        return 1000 * self.large.sum() + self.small.sum()
+
+
+@ON_A_MESH
+def test_no_block_of_a_format_has_values_of_two_parameters() -> None:
+    with meshes() as mesh:
+        net = fully_shard(Two(), mesh=mesh[NAMES])  # 550 elements of each on a rank: more than a block
+        axis = outer_axis(net, wire="int8")
+        net().backward()
+        assert isinstance(net.small.grad, DTensor)
+        # 1.0 is the largest value of each block, rounded twice to at most 1 / 127 of it; beside 1000 it would be 0 or 8.
+        torch.testing.assert_close(net.small.grad.to_local(), torch.ones(50, 11), rtol=2 / 127, atol=0.0)
+        axis.close()
+
+
 @ON_A_MESH
 def test_after_close_the_average_is_torchs_again() -> None:
     with meshes() as mesh:
@@ -146,7 +246,27 @@ def divided(mesh: DeviceMesh) -> Callable[[], object]:
     return lambda: outer_axis(net)
 
 
+def divided_later(mesh: DeviceMesh) -> Callable[[], object]:
+    net = sharded(mesh[NAMES])
+    outer_axis(net)
+    assert isinstance(net, FSDPModule)
+    return partial(net.set_gradient_divide_factor, 3.0)
+
+
+def offloaded(mesh: DeviceMesh) -> Callable[[], object]:
+    net = fully_shard(nn.Linear(4, 4), mesh=mesh[NAMES], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return lambda: outer_axis(net)
+
+
+def on_meta(mesh: DeviceMesh) -> Callable[[], object]:
+    net = fully_shard(nn.Linear(4, 4, device="meta"), mesh=mesh[NAMES])
+    return lambda: outer_axis(net)
+
+
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[UndertowError], str]] = {
+    "divided later": (divided_later, ConfigError, "module 'the root' has its own divisor"),
+    "offloaded": (offloaded, ConfigError, "the model keeps its parameters in host memory"),
+    "meta": (on_meta, ConfigError, "the model has parameters on the meta device"),
     "plain": (
         lambda _: lambda: outer_axis(nn.Linear(1, 1)),
         ConfigError,
@@ -170,6 +290,11 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[Unde
     "format": (lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), wire="int4"), ConfigError, "int4"),
     "auto": (lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), wire="auto"), ConfigError, 'wire="auto" is not supported'),
     "divisor": (divided, ConfigError, "has its own divisor"),
+    "wire and outer": (
+        lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), wire="int8", outer=Outer(every=2)),
+        ConfigError,
+        "wire and outer are both given",
+    ),
     "attach": (lambda mesh: lambda: attach(sharded(mesh[NAMES])), ConfigError, "call undertow.outer_axis(model)"),
     "width": (other_width, PlanMismatch, "is [2, 4] on rank 0 and [3, 4] on rank 2"),
     "values": (other_values, ReplicaMismatch, "parameter 'last.weight' has other values on rank "),

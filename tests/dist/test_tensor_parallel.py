@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,10 +46,14 @@ from undertow import (
     NonFiniteGradient,
     Outer,
     PlanMismatch,
+    ReplicaMismatch,
     ShardedOptimizer,
     SyncConfig,
+    UndertowError,
     WrongType,
     attach,
+    load_checkpoint,
+    save_checkpoint,
     stop_on_signal,
 )
 
@@ -239,13 +246,72 @@ def test_a_parameter_that_all_places_hold_stays_alike_in_int8() -> None:
 
 
 @ON_A_MESH
-def test_formats_and_signals_that_places_cannot_agree_on_are_refused() -> None:
+def test_a_signal_on_one_rank_stops_all_places_after_the_same_step() -> None:
+    with on_mesh() as (mesh, model, _):
+        stop_on_signal(model, (signal.SIGUSR1,))
+        optimizer, stopped = torch.optim.SGD(model.parameters(), lr=0.1), -1
+        for step in range(8):
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            model(tokens(step, mesh["dp"].get_local_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if model.stop_requested:
+                stopped = step
+                break
+        of_ranks = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+        dist.all_gather(of_ranks, torch.tensor([stopped]))
+        assert [int(each) for each in of_ranks] == [3] * 4
+
+
+@ON_A_MESH
+def test_a_signal_stops_replicas_that_train_alone_at_all_places() -> None:
+    with on_mesh(outer=Outer(every=2, fragments=1, delay=0)) as (mesh, model, _):
+        stop_on_signal(model, (signal.SIGUSR1,))
+        optimizer, stopped = torch.optim.SGD(model.parameters(), lr=0.1), -1
+        for step in range(8):
+            if step == 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            model(tokens(step, mesh["dp"].get_local_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if model.stop_requested:
+                stopped = step
+                break
+        of_ranks = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+        dist.all_gather(of_ranks, torch.tensor([stopped]))
+        assert [int(each) for each in of_ranks] == [3] * 4
+
+
+@ON_A_MESH
+def test_a_format_that_is_tried_is_the_same_at_all_places() -> None:
+    """All ranks decide by the slowest one of all, and so hold the same plan in every step."""
+    with on_mesh(wire="auto") as (mesh, model, _):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        formats = set()
+        for step in range(60):
+            model(tokens(step, mesh["dp"].get_local_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plans: list[Any] = [None] * 4
+            dist.all_gather_object(plans, model.plan.to_json())
+            assert len(set(plans)) == 1, step
+            formats.update(model.plan.wires)
+        assert formats == {None, "int8"}, "no trial took place"
+        for name, param in model.module.named_parameters():
+            assert isinstance(param, DTensor)
+            if param.placements[0].is_replicate():
+                first = param.to_local().clone()
+                dist.broadcast(first, src=0)
+                assert torch.equal(first, param.to_local()), name
+
+
+@ON_A_MESH
+def test_trials_of_a_format_need_parts_of_equal_sizes() -> None:
     with mesh_of_four() as mesh:
-        text = text_of(ConfigError, lambda: attach(gpt(mesh), device_mesh=mesh["dp"], config=SyncConfig(wire="auto")))
-        assert text.startswith('wire="auto" does not work with parameters that are DTensors')
-        sync = attach(gpt(mesh), device_mesh=mesh["dp"])
-        assert text_of(ConfigError, lambda: stop_on_signal(sync)).startswith("stop_on_signal() does not work beside tensor")
-        sync.close()
+        net = parallelize_module(nn.Linear(4, 5), mesh["tp"], ColwiseParallel())
+        text = text_of(ConfigError, lambda: attach(net, device_mesh=mesh["dp"], config=SyncConfig(wire="auto")))
+        assert text.startswith('wire="auto" does not work with parameters whose parts have different sizes')
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise"])
@@ -271,6 +337,102 @@ def test_a_gradient_that_is_not_finite_at_one_place_counts_at_all(policy: str) -
 
 def _poison() -> float:
     return torch.inf if dist.get_rank() == 3 else 1.0
+
+
+def averaged(given: list[Tensor], net: nn.Module, data: dist.ProcessGroup) -> None:
+    """Makes each part the mean over replicas of what they have trained, by hand."""
+    for begun, (_, param, _) in zip(given, parts(net), strict=True):
+        difference = begun - param
+        dist.all_reduce(difference, group=data)
+        param.copy_(begun.sub_(difference.div_(data.size())))
+
+
+@ON_A_MESH
+def test_replicas_that_train_alone_exchange_their_parts_and_are_saved(tmp_path: Path) -> None:
+    outer = Outer(every=2, fragments=1, delay=0, lr=1.0, momentum=0.0, wire=None)
+    with on_mesh(outer=outer) as (mesh, model, bare):
+        replica, data = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+        trained = [(model, adamw(model)), (bare, adamw(bare))]
+        given = [param.clone() for _, param, _ in parts(bare)]
+        for step in range(5):
+            for net, optimizer in trained:
+                net(tokens(step, replica)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if step % 2:
+                averaged(given, bare, data)
+            require_same_parts(model.module, bare)
+        save_checkpoint(tmp_path / "a", model, trained[0][1], extra={"step": 5})
+        files = {str(path.relative_to(tmp_path / "a")) for path in (tmp_path / "a").rglob("*.safetensors")}
+        of_place = {"model", "outer", "replica-0", "replica-1", "optimizer-0", "optimizer-1"}
+        assert files == {f"place-{place}/{name}.safetensors" for place in (0, 1) for name in of_place}
+        second = DistributedDataParallel(gpt(mesh, seed=1), device_mesh=mesh["dp"], config=SyncConfig(outer=outer))
+        resumed = adamw(second)
+        assert load_checkpoint(tmp_path / "a", second, resumed) == {"step": 5}
+        for net, optimizer in ((second, resumed), trained[1]):
+            net(tokens(5, replica)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        averaged(given, bare, data)
+        require_same_parts(second.module, bare)
+        second.close()
+
+
+@ON_A_MESH
+def test_a_replica_that_trains_alone_skips_a_step_at_all_of_its_places() -> None:
+    with on_mesh(outer=Outer(every=10, fragments=1, delay=0), nonfinite="skip") as (mesh, model, bare):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        poisoned = model.module.blocks[0].mlp.up.weight
+        hook = poisoned.register_hook(lambda grad: on_mesh_of(poisoned, torch.full_like(grad.to_local(), _poison())))
+        model(tokens(0, mesh["dp"].get_local_rank())).backward()
+        hook.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert are_same(model.module, bare) == (dist.get_rank() >= 2)
+        model(tokens(1, mesh["dp"].get_local_rank())).backward()
+        optimizer.step()  # the next step is sound again
+        optimizer.zero_grad()
+        assert not are_same(model.module, bare)
+
+
+def are_same(ours: nn.Module, reference: nn.Module) -> bool:
+    pairs = zip(parts(ours), parts(reference), strict=True)
+    return all(torch.equal(param, other) for (_, param, _), (_, other, _) in pairs)
+
+
+def written(model: DistributedDataParallel) -> None:
+    with torch.no_grad():
+        model.module.blocks[1].mlp.up.weight.to_local().add_(1.0)
+
+
+def frozen(model: DistributedDataParallel) -> None:
+    model.module.blocks[1].mlp.up.weight.requires_grad_(False)
+
+
+ON_ONE_AXIS: dict[str, tuple[Callable[[DistributedDataParallel], None], type[UndertowError], str]] = {
+    "written": (written, ReplicaMismatch, "parameter 'blocks.1.mlp.up.weight' has other values on rank 2 than on rank 0."),
+    "frozen": (frozen, PlanMismatch, "blocks.1.mlp.up.weight"),
+}
+
+
+@pytest.mark.parametrize("what", ON_ONE_AXIS)
+@ON_A_MESH
+def test_a_difference_on_one_data_axis_is_told_to_the_other_one_too(what: str) -> None:
+    change, error, text = ON_ONE_AXIS[what]
+    with on_mesh(check_replicas_every=1) as (mesh, model, _):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        start_s = time.monotonic()
+
+        def train() -> None:
+            for step in range(20):
+                if step == 2 and dist.get_rank() == 2:
+                    change(model)
+                model(tokens(step, mesh["dp"].get_local_rank())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        assert text in text_of(error, train)
+        assert time.monotonic() - start_s < 60  # else it is the stall timeout that ends a wait
 
 
 class TwoNorms(nn.Module):
@@ -420,13 +582,10 @@ def fully_sharded(mesh: DeviceMesh) -> Callable[[], object]:
     return lambda: attach(net, device_mesh=mesh["dp"])
 
 
-def with_outer(mesh: DeviceMesh) -> Callable[[], object]:
-    return lambda: attach(gpt(mesh), device_mesh=mesh["dp"], config=SyncConfig(outer=Outer(every=2)))
-
-
-def with_shards(mesh: DeviceMesh) -> Callable[[], object]:
-    sync = attach(gpt(mesh), device_mesh=mesh["dp"], config=SyncConfig(strategy="zero1"))
-    return lambda: ShardedOptimizer(torch.optim.AdamW, sync)
+def outer_on_rows(mesh: DeviceMesh) -> Callable[[], object]:
+    cube = DeviceMesh("cpu", [[[0, 1]], [[2, 3]]], mesh_dim_names=("rows", "dp", "tp"))
+    config = SyncConfig(outer=Outer(every=2))
+    return lambda: attach(parallelized(gpt(), cube["tp"]), device_mesh=cube["rows", "dp"], config=config)
 
 
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[Exception], str]] = {
@@ -462,8 +621,12 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[Exce
     ),
     "late": (parallelized_late, ConfigError, "the model was parallelized after it was wrapped: parameter 'embedding.weight'"),
     "fully_shard": (fully_sharded, ConfigError, "the model is managed by torch's fully_shard or replicate"),
-    "outer": (with_outer, ConfigError, "outer synchronization does not work with parameters that are DTensors."),
-    "shards": (with_shards, ConfigError, "a ShardedOptimizer does not work with parameters that are DTensors."),
+    "outer": (outer_on_rows, ConfigError, "outer synchronization has two data-parallel axes, and parameters are DTensors"),
+    "outer axis": (
+        lambda mesh: lambda: attach(gpt(mesh), device_mesh=mesh["tp"], config=SyncConfig(outer=Outer(every=2))),
+        ConfigError,
+        "the mesh axis 'tp' is not a data-parallel axis: ranks ",
+    ),
 }
 
 

@@ -18,8 +18,12 @@ def die(*_):
 rank.meet()
 try:
     with mesh_of_four() as mesh:
-        model = undertow.DistributedDataParallel(gpt(mesh), device_mesh=mesh["dp"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"outer": undertow.Outer(every=1, fragments=1, delay=0)} if way == "outer" else {"strategy": way}
+        model = undertow.DistributedDataParallel(gpt(mesh), device_mesh=mesh["dp"], config=undertow.SyncConfig(**settings))
+        if way == "zero1":
+            optimizer = undertow.ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(6):
             is_faulty = (rank.number, step) == (faulty, 3)
             loss = model(tokens(step, mesh["dp"].get_local_rank()))
@@ -35,11 +39,20 @@ finally:
     rank.say(logged=rank.logged)
 """
 
+FAULTS = [
+    (1, "before backward", "ddp"),
+    (2, "in backward", "zero1"),
+    (3, "before backward", "zero1"),
+    (1, "before backward", "outer"),
+    (2, "in backward", "ddp"),
+    (3, "before backward", "ddp"),
+]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("faulty", "place"), some([(1, "before backward"), (2, "in backward"), (3, "before backward")], most=1))
-def test_a_killed_rank_is_named_on_every_axis(faulty: int, place: str) -> None:
-    ended = run_ranks(partial(script, TRAINS, faulty=faulty, place=place), 4, patience_s=120.0)
+@pytest.mark.parametrize(("faulty", "place", "way"), some(FAULTS, most=2))
+def test_a_killed_rank_is_named_on_every_axis(faulty: int, place: str, way: str) -> None:
+    ended = run_ranks(partial(script, TRAINS, faulty=faulty, place=place, way=way), 4, patience_s=120.0)
     assert ended[faulty].exit_code == -9
     for rank in {0, 1, 2, 3} - {faulty}:
         told = "\n".join([ended[rank].text, *ended[rank].words.get("logged", [])])

@@ -216,7 +216,10 @@ class FakeGroup:
         self.watch = FakeWatch(rank.world, rank.number)
         self.here = SimpleNamespace(progress=None, thread=None, module=None)
         self.borrowers: set[str] = set()
-        self.everyone, self.is_on_mesh = self, False
+        self.everyone, self.deciding, self.is_on_mesh = self, self, False
+
+    def tell_places(self, _error: Exception) -> None:
+        pass
 
     def open(self) -> None:
         assert self.num_ranks > 1, "one rank needs no group"

@@ -169,7 +169,7 @@ def load_checkpoint(
     loading.gather(ranks.texts_of(loading.read_shares))
     ranks.agree(loading.read)
     ranks.agree(loading.put)
-    return loading.index["extra"]
+    return loading.extra
 
 
 def _require_which(which: object) -> None:

@@ -24,6 +24,7 @@ from undertow.checkpoint import files
 from undertow.checkpoint.opened import Opened
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, listed, require
+from undertow.mesh.local_tensors import distributed, local_tensor, placed_like, placement_of
 from undertow.optim.inner_optimizer import hyper_parameters
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.optim.state import (
@@ -49,7 +50,8 @@ class Names:
         outer = outer_of(model)
         with contextlib.nullcontext() if outer is None else outer.own_state_dicts():
             state = self.module.state_dict()
-        self.state = {_plain(key): value for key, value in state.items()}
+        # beside tensor parallelism, this rank's parts
+        self.state = {_plain(key): _part(value) for key, value in state.items()}
         values = self.state.items()
         self.extra_states = {name: value for name, value in values if not isinstance(value, Tensor)}
         self.of_param = {
@@ -102,7 +104,8 @@ def add_contents_of_optimizer(
         packed = optimizer.state_dict()
     params = list(names.params_of(optimizer).items())
     for number, state in packed["state"].items():
-        name, param = params[number]
+        name, held = params[number]
+        param = local_tensor(held)
         for key, value in flattened(state).items():
             require(
                 isinstance(key, str) and not {*"/["} & {*key},
@@ -114,7 +117,8 @@ def add_contents_of_optimizer(
             if isinstance(value, Tensor):
                 is_whole = is_of_the_whole(key, value, param, class_of(optimizer))
                 entry = f"{name}/{key}"
-                stored = _stored(value, param, parts.get(param), is_whole=is_whole)
+                value = _placed_part(value, held, f"{key!r} of {name!r}")
+                stored = _stored(value, param, parts.get(held), is_whole=is_whole)
                 tensors[entry + stored.place] = stored.elements
                 if stored.axes is not None:
                     texts[f"{entry}[axes]"] = json.dumps(stored.axes)
@@ -125,7 +129,7 @@ def add_contents_of_optimizer(
         {**hyper_parameters(group), "params": [params[number][0] for number in group["params"]]}
         for group in packed["param_groups"]
     ]
-    orders = {name: axes_in_memory(param) for name, param in params}
+    orders = {name: axes_in_memory(local_tensor(param)) for name, param in params}
     axes = {name: order for name, order in orders.items() if order != sorted(order)}
     return {"optimizer": class_name(optimizer), "param_groups": groups, "axes": axes}
 
@@ -134,7 +138,9 @@ def contents_of_outer(outer: OuterSync) -> tuple[dict[str, Tensor], dict[str, An
     """Returns tensors of a file, and values for the index."""
     state = outer.state_dict()
     tensors = {
-        f"{kind}/{name}": value for kind in _OF_OUTER for name, value in state.pop(kind).items()
+        f"{kind}/{name}": local_tensor(value)
+        for kind in _OF_OUTER
+        for name, value in state.pop(kind).items()
     }
     return tensors, state
 
@@ -172,7 +178,8 @@ def state_for_model(
         is_same = is_tensor and found.shape == value.shape and are_of_one_kind(found, value)
         text = f"has {name!r} {described(found)}, and the model's is {described(value)}"
         require_same(is_same, folder, text)
-    return {key: stored[_plain(key)] for key in names.module.state_dict()}
+    present = names.module.state_dict().items()
+    return {key: placed_like(value, stored[_plain(key)]) for key, value in present}
 
 
 def converted(names: Names, state: Mapping[str, Any]) -> str:
@@ -193,6 +200,23 @@ def are_of_one_kind(saved: Tensor, present: Tensor) -> bool:
         is_real = saved.is_floating_point() and present.is_floating_point()
         return is_real or (saved.is_complex() and present.is_complex())
     return saved.dtype == present.dtype
+
+
+def _part(value: Any) -> Any:
+    return local_tensor(value) if isinstance(value, Tensor) else value
+
+
+def _placed_part(value: Tensor, param: Tensor, what: str) -> Tensor:
+    """Returns this rank's part of a state. Raises CheckpointError for a DTensor that is not placed
+    like the parameter: a load could not place it."""
+    require(
+        not distributed([value]) or placement_of(value) == placement_of(param),
+        f"{what} is a DTensor of other placements, or of another shape, than the parameter.",
+        where="save_checkpoint",
+        remedy="Use torch.distributed.checkpoint.",
+        error=CheckpointError,
+    )
+    return local_tensor(value)
 
 
 @dataclass(frozen=True, slots=True)

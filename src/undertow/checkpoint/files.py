@@ -9,13 +9,16 @@ path                            the checkpoint
 path.new                        the next checkpoint while it is written; `path` is removed only then
     save-<token>-<n>.writing    of a save in the background: how far rank n is (`Statuses`)
 
+Beside tensor parallelism, a folder `place-<n>` for each place of the axes over which parameters are
+cut has all of these files except the index.
+
 If a save is interrupted at any point, one of the two folders is complete.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from reprlib import repr as brief
@@ -38,6 +41,7 @@ _OURS = re.compile(
     r"undertow\.json(\.tmp)?|(model|outer|(optimizer|replica)-[0-9]+)\.safetensors"
     r"|save-[0-9a-f]+-[0-9]+\.(writing|written|failed)",
 )
+_PLACE = re.compile(r"place-(0|[1-9][0-9]{0,8})")
 _HEAD = re.compile(
     rb'\{"format": %d, "save": "([0-9a-f]+)", "saved_ns": ([0-9]{1,19})[,}]' % _FORMAT
 )
@@ -55,6 +59,11 @@ def replica_file(number: int) -> str:
     return f"replica-{number}.safetensors"
 
 
+def at_place(number: int, name: str = "") -> str:
+    """Returns the path of a file of one place of a mesh, or of its folder."""
+    return f"place-{number}/{name}".rstrip("/")
+
+
 def new_folder(path: Path) -> Path:
     """Returns the folder in which the next checkpoint of `path` is written."""
     return path.with_name(f"{path.name}.new")
@@ -65,8 +74,9 @@ def path_of(new: Path) -> Path:
     return new.with_name(new.name.removesuffix(".new"))
 
 
-def folder_for_saving(path: Path) -> Path:
-    """Creates an empty folder next to `path`; first ends a save that was interrupted.
+def folder_for_saving(path: Path, *, num_places: int = 0) -> Path:
+    """Creates an empty folder next to `path`, on a mesh with folders for its places; first ends a
+    save that was interrupted.
 
     Raises CheckpointError if a folder holds foreign files, because saving would remove them.
     """
@@ -91,6 +101,8 @@ def folder_for_saving(path: Path) -> Path:
         _replace(path, new)
     _remove(new)
     new.mkdir(parents=True)
+    for number in range(num_places):
+        (new / at_place(number)).mkdir()
     return new
 
 
@@ -117,6 +129,8 @@ def put_in_place(path: Path, index: str) -> None:
     unnamed = new / f"{INDEX}.tmp"
     unnamed.write_text(index, encoding="utf-8")
     _sync(unnamed)
+    for place in _places_in(new):
+        _sync(place)
     os.rename(unnamed, new / INDEX)
     _sync(new)
     try:
@@ -147,10 +161,7 @@ def _complete_at(path: Path) -> Path | None:
 
 def index_text(token: str, saved_ns: int, fields: Mapping[str, object]) -> str:
     """Returns the text of an index; `token` tells this save from all others."""
-    text = json.dumps(
-        {"format": _FORMAT, "save": token, "saved_ns": saved_ns, **fields},
-        default=Tensor.item,  # of a learning rate
-    )
+    text = json_text({"format": _FORMAT, "save": token, "saved_ns": saved_ns, **fields})
     require(
         len(text) <= _MOST_BYTES,
         f"extra and the names of parameters take {len(text):,} bytes as JSON, more than an index "
@@ -160,6 +171,10 @@ def index_text(token: str, saved_ns: int, fields: Mapping[str, object]) -> str:
         error=CheckpointError,
     )
     return text
+
+
+def json_text(fields: Mapping[str, object]) -> str:
+    return json.dumps(fields, default=Tensor.item)  # of a learning rate
 
 
 def is_of_save(path: Path, token: str) -> bool:
@@ -302,10 +317,21 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def require_no_others(folder: Path, index: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the folder has a file that the index does not name."""
-    known = {INDEX, MODEL, *index["files"]}
+    """Raises CheckpointError if the folder, or the folder of a place, has a file that the index
+    does not name."""
+    if "places" in index:
+        places = {at_place(number): of for number, of in enumerate(index["places"])}
+        _require_only({INDEX, *places}, folder)
+        for name, of_place in places.items():
+            require_no_others(folder / name, of_place)
+        return
+    known = {MODEL, *index["files"], *([INDEX] if "save" in index else [])}
     if "outer" in index:
         known |= {OUTER, *map(replica_file, range(index["num_replicas"]))}
+    _require_only(known, folder)
+
+
+def _require_only(known: Collection[str], folder: Path) -> None:
     for file in sorted(folder.iterdir()):
         if file.name not in known:
             raise broken(file, "belongs to no entry of undertow.json")
@@ -361,6 +387,9 @@ def _require_removable(folder: Path) -> None:
     is_folder = folder.is_dir() and not folder.is_symlink()
     present = sorted(folder.iterdir()) if is_folder else [folder]
     for file in present:
+        if is_folder and _is_place(file):
+            _require_removable(file)
+            continue
         require(
             _OURS.fullmatch(file.name) if is_folder else not os.path.lexists(folder),
             f"{file.name} is not part of a checkpoint, and saving there would remove it.",
@@ -384,8 +413,21 @@ def _remove(folder: Path) -> None:
     if folder.exists():
         # Remove the index first: half a checkpoint must not look like a complete one.
         for file in sorted(folder.iterdir(), key=lambda file: file.name != INDEX):
-            file.unlink()
+            if _is_place(file):
+                _remove(file)
+            else:
+                file.unlink()
         folder.rmdir()
+
+
+def _is_place(path: Path) -> bool:
+    """Returns True for the folder of a place of a mesh."""
+    is_named = _PLACE.fullmatch(path.name) is not None
+    return is_named and path.is_dir() and not path.is_symlink()
+
+
+def _places_in(folder: Path) -> list[Path]:
+    return list(filter(_is_place, folder.iterdir()))
 
 
 def _sync(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from reprlib import repr as brief
 from typing import Any, TypeAlias
 
@@ -73,9 +73,14 @@ def _is_outer(value: object) -> bool:
     )
 
 
+def _is_axis(value: object) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and _is_text(value[0]) and _is_number(value[1]) and value[1] > 0  # type: ignore[index]
+
+
+_OF_SAVE: Mapping[str, _Test] = {"save": _is_text, "saved_ns": _is_number}
+_OF_MESH: Mapping[str, _Test] = {"axes": _are(_is_axis), "places": _are(_is_object)}
 _FIELDS: Mapping[str, _Test] = {
-    "save": _is_text,
-    "saved_ns": _is_number,
     "extra_states": _is_object,
     "files": _are_files,
     "optimizers": _are(_is_optimizer),
@@ -89,13 +94,30 @@ _OF_OUTER: Mapping[str, _Test] = {
 
 def why_not_an_index(index: Mapping[str, Any]) -> str:
     """Returns the first field that saving cannot have written, in words, or nothing."""
-    fields = {**_FIELDS, **(_OF_OUTER if "outer" in index else {})}
+    if "places" not in index:
+        return _why_not(index, {**_OF_SAVE, **_fields_of(index)}, more={"format", "extra"})
+    how = _why_not(index, {**_OF_SAVE, **_OF_MESH}, more={"format", "extra"})
+    if how:
+        return how
+    if len(index["places"]) != math.prod(size for _, size in index["axes"]):
+        return f"has {len(index['places'])} 'places' for the axes {brief(index['axes'])}"
+    found = (_why_not(place, _fields_of(place)) for place in index["places"])
+    return next(filter(None, found), "")
+
+
+def _fields_of(index: Mapping[str, Any]) -> Mapping[str, _Test]:
+    return {**_FIELDS, **(_OF_OUTER if "outer" in index else {})}
+
+
+def _why_not(
+    index: Mapping[str, Any], fields: Mapping[str, _Test], *, more: Collection[str] = ()
+) -> str:
     for name, test in fields.items():
         if name not in index:
             return f"has no {name!r}"
         if not test(index[name]):
             return f"has a {name!r} that save_checkpoint does not write: {brief(index[name])}"
-    for name in index.keys() - fields.keys() - {"format", "extra"}:
+    for name in index.keys() - fields.keys() - {*more}:
         return f"has {brief(name)}, which save_checkpoint does not write"
     if "outer" in index and len(index["writers"]) != index["num_replicas"]:
         return f"has 'writers' of {len(index['writers'])} replicas, not {index['num_replicas']}"

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from undertow.checkpoint import contents, files, states
 from undertow.checkpoint.opened import Opened
-from undertow.checkpoint.ranks import CheckpointRanks
+from undertow.checkpoint.ranks import CheckpointRanks, require_same_axes
 from undertow.checkpoint.replicated import Replicated
 from undertow.errors import CheckpointError, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
@@ -32,8 +32,10 @@ class Loading:
         optimizers: Sequence[Optimizer],
         folder: Path,
     ) -> None:
-        self.index: dict[str, Any] = {}
+        self.index: dict[str, Any] = {}  # of this rank's place, on a mesh
+        self._of_all: dict[str, Any] = {}  # the whole index
         self._ranks, self._optimizers, self._folder = ranks, optimizers, folder
+        self.extra: Any = None  # of the checkpoint
         # A collective call: not where one rank may fail alone.
         self._parts = [
             each.owned_parts() if isinstance(each, ShardedOptimizer) else None
@@ -41,8 +43,9 @@ class Loading:
         ]
         self._names = contents.Names(model)
         self._outer = outer_of(model)
-        self._opened = Opened(folder)
-        self._replicated = Replicated(ranks, self._opened)
+        # of the folder of this rank's place; `read_shares` makes them
+        self._opened: Opened
+        self._replicated: Replicated
         self._of_model: dict[str, Any] = {}
         self._of_optimizers: list[dict[str, Any]] = []
         self._of_outer: dict[str, Any] = {}
@@ -50,7 +53,8 @@ class Loading:
     def read_shares(self) -> str:
         """Reads this rank's share of the tensors that every rank needs. Returns a text that is the
         same on ranks that load the same."""
-        index = self.index = files.read_index(self._folder)
+        self._open()
+        index = self.index
         num_saved = len(index["optimizers"])
         require(
             len(self._optimizers) in (0, num_saved),
@@ -102,6 +106,19 @@ class Loading:
         """True if each replica has its own state in the checkpoint, and loads it."""
         return self._outer is not None and "outer" in self.index
 
+    def _open(self) -> None:
+        """Reads the index, and finds the folder of this rank's files: on a mesh that of its
+        place."""
+        folder, place = self._folder, self._ranks.place
+        index = self.index = self._of_all = files.read_index(folder)
+        self.extra = index["extra"]
+        require_same_axes(index.get("axes", ()), place, folder=folder)
+        if "places" in index:
+            self.index = index["places"][place.number]
+            folder = folder / files.at_place(place.number)
+        self._opened = Opened(folder)
+        self._replicated = Replicated(self._ranks, self._opened)
+
     def _require_whole(self) -> None:
         """Raises CheckpointError if a file is missing, damaged or too many.
 
@@ -109,14 +126,15 @@ class Loading:
         """
         index, ranks = self.index, self._ranks
         for number, (name, entries) in enumerate(index["files"].items()):
-            if number % ranks.size == ranks.rank and name not in self._opened:
+            if number % len(ranks.own) == ranks.rank_at_place and name not in self._opened:
                 # Not with the files that stay open: there may be very many.
-                states.require_listed(Opened(self._folder), name, entries)
+                states.require_listed(Opened(self._opened.folder), name, entries)
         if ranks.rank == 0:
-            files.require_no_others(self._folder, index)
+            files.require_no_others(self._folder, self._of_all)
+        if ranks.is_first:
             self._require_files_of_outer()
         if "outer" in index:
-            replicas = range(ranks.rank, index["num_replicas"], ranks.size)
+            replicas = range(ranks.rank_at_place, index["num_replicas"], len(ranks.own))
             for name in map(files.replica_file, replicas):
                 self._opened.file(name)
 

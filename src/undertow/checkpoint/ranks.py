@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -16,7 +16,8 @@ from undertow.config import SyncConfig, refused
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import earlier_watchers
-from undertow.errors import CheckpointError
+from undertow.errors import CheckpointError, require
+from undertow.mesh.axes import MeshPlace, place_of
 from undertow.mesh.local_tensors import distributed
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
@@ -24,7 +25,7 @@ from undertow.ranks.agreement import gather_bytes
 from undertow.ranks.group import GroupRef
 from undertow.ranks.guard import over_users
 from undertow.ranks.transport import OwnGroup, all_gather_over
-from undertow.torch_private import tables
+from undertow.torch_private import fsdp, tables
 
 _Result = TypeVar("_Result")
 _HOST = torch.device("cpu")
@@ -40,6 +41,9 @@ class CheckpointRanks:
     group: dist.ProcessGroup | None = None
     device: torch.device = _HOST  # of messages: the model's, unless the backend takes the host's
     engines: tuple[Engine, ...] = ()  # which synchronize the model
+    # beside tensor parallelism: of the parts that this rank has
+    place: MeshPlace = field(default_factory=MeshPlace)
+    of_places: Sequence[Sequence[int]] = ((0,),)  # the ranks of each place
 
     @classmethod
     def meet(
@@ -56,8 +60,7 @@ class CheckpointRanks:
         only after that.
         """
         _require_no_experts(model, optimizers)
-        if distributed(param for _, param in tables.named_parameters(model)):
-            raise refused("checkpoint", "tensor_parallel", where="save_checkpoint, load_checkpoint")
+        _require_unmanaged(model)
         if not dist.is_available() or not dist.is_initialized():
             return cls(to, path)
         engines = earlier_watchers(tables.named_parameters(model)).values()
@@ -67,9 +70,10 @@ class CheckpointRanks:
         assert group is not None  # torch.distributed is initialized
         device = next((param.device for _, param in tables.named_parameters(model)), _HOST)
         can = GroupRef.of(group).abilities_for(device)
-        ranks = cls(to, path, group, _HOST if can.send_from_host else device, tuple(engines))
-        ranks.from_all("", waits_for=f"all ranks, to {to}")
-        return ranks
+        place = place_of(param for _, param in tables.named_parameters(model))
+        ranks = cls(to, path, group, _HOST if can.send_from_host else device, tuple(engines), place)
+        told = ranks.from_all(f"{place.number} {place.num_places}", waits_for=f"all ranks, to {to}")
+        return replace(ranks, of_places=_shared(told, place))
 
     @property
     def rank(self) -> int:
@@ -78,6 +82,20 @@ class CheckpointRanks:
     @property
     def size(self) -> int:
         return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def own(self) -> Sequence[int]:
+        """The ranks at the place of this one: of a mesh, else all."""
+        return self.of_places[self.place.number]
+
+    @property
+    def rank_at_place(self) -> int:
+        return self.own.index(self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the first rank of each place."""
+        return self.rank == self.own[0]
 
     @property
     def limits(self) -> SyncConfig:
@@ -167,6 +185,16 @@ def _group_of(
     synchronize parts of it.
     """
     outer = outer_of(model)
+    own_groups: list[OwnGroup] = [engine.current_plan.group for engine in engines]
+    # A single data-parallel rank has no engine that watches.
+    syncs = [each._sync for each in optimizers if isinstance(each, ShardedOptimizer)]
+    syncs += [model.sync] if isinstance(model, DistributedDataParallel) else []
+    known: list[OwnGroup] = [sync._own.all_ranks for sync in syncs]
+    for own in [*known, *own_groups] if outer is None else [outer.all_ranks]:
+        if own.is_on_mesh:
+            return own.everyone.process_group
+    if distributed(param for _, param in tables.named_parameters(model)):
+        return None
     if outer is not None:
         return outer.all_ranks.user.group or outer.all_ranks.process_group
     sharded = [each for each in optimizers if isinstance(each, ShardedOptimizer)]
@@ -175,11 +203,61 @@ def _group_of(
         return given.process_group
     # A bare model does not know its group. Two groups whose models have the same names would write
     # one mixed checkpoint.
-    groups: list[OwnGroup] = [engine.current_plan.group for engine in engines]
-    watching = [own for own in groups if own.num_ranks > 1]
+    watching = [own for own in own_groups if own.num_ranks > 1]
     if len({own.user.ranks for own in watching}) != 1:
         return None
     return watching[0].user.group or watching[0].process_group
+
+
+def _require_unmanaged(model: nn.Module) -> None:
+    for name, part in tables.named_modules(model):
+        require(
+            not fsdp.is_managed(part),
+            f"{f'module {name!r}' if name else 'the model'} is managed by torch's fully_shard or "
+            "replicate.",
+            where="save_checkpoint, load_checkpoint",
+            remedy="Use torch.distributed.checkpoint, whose states have DTensors.",
+            error=CheckpointError,
+        )
+
+
+def _shared(told: Sequence[str], place: MeshPlace) -> list[list[int]]:
+    """Returns the ranks of each place by what all ranks have told, their number and how many there
+    are. Raises CheckpointError, on every rank, unless each place has ranks."""
+    of_places: list[list[int]] = [[] for _ in range(place.num_places)]
+    numbers = [int(text.split()[0]) for text in told]
+    is_whole = len({text.split()[1] for text in told}) == 1
+    for rank, number in enumerate(numbers if is_whole else ()):
+        of_places[number].append(rank)
+    require(
+        all(of_places),
+        "these ranks do not have all parts of the model, whose parameters are cut over "
+        f"{_text(place)}.",
+        where=f"ranks at the places {', '.join(map(str, numbers))}",
+        remedy='Wrap the model over device_mesh=mesh["dp"] of one mesh, and call this on all ranks '
+        "of it.",
+        error=CheckpointError,
+    )
+    return of_places
+
+
+def _text(place: MeshPlace) -> str:
+    return ", ".join(f"{name}={size}" for name, size in place.sizes) or "no axis"
+
+
+def require_same_axes(saved: Sequence[Sequence[Any]], place: MeshPlace, *, folder: Path) -> None:
+    """Raises CheckpointError if a checkpoint is of other sizes of the axes over which parameters
+    are cut."""
+    then = MeshPlace(tuple((name, size) for name, size in saved))
+    require(
+        then.sizes == place.sizes,
+        f"the checkpoint was saved with parameters cut over {_text(then)}, and the model's are cut "
+        f"over {_text(place)}.",
+        where=str(folder),
+        remedy="Make the mesh with the same sizes of these axes; the number of data-parallel ranks "
+        "may be another one. torch.distributed.checkpoint cuts a state in another way.",
+        error=CheckpointError,
+    )
 
 
 def _require_no_experts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

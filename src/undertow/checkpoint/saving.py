@@ -46,7 +46,7 @@ class Saving:
     ) -> None:
         self._ranks, self._model, self._optimizers, self._keep = ranks, model, optimizers, keep
         self._outer = outer_of(model)
-        self._writers = _writers(self._outer, ranks.size, optimizers)
+        self._writers = _writers(self._outer, len(ranks.own), optimizers)
         self._of_model: contents.Contents = ({}, {})
         self._of_state: contents.Contents = ({}, {})  # of the optimizers
         self._of_outer: dict[str, Tensor] = {}
@@ -75,6 +75,7 @@ class Saving:
         require_same_settings(settings, where="save_checkpoint")
         self._token = tokens[0]
         self._keep_what_this_rank_stores(entries)
+        self._share_indexes()
         return self._ranks.agree_on_first(self._open_folder)
 
     def _settings(self) -> str:
@@ -110,28 +111,43 @@ class Saving:
     def _own_entries(self) -> list[str]:
         """Returns the entries of the optimizers' state on this rank, if it writes any."""
         tensors, texts = self._of_state
-        writes = any(self._ranks.rank in of_replica for of_replica in self._writers)
+        writes = any(self._ranks.rank_at_place in of_replica for of_replica in self._writers)
         return [*tensors, *texts] if writes else []
 
     def _keep_what_this_rank_stores(self, of_ranks: Sequence[list[str]]) -> None:
         tensors, texts = self._of_state
-        self._entries = _without_repeats(of_ranks, self._writers)
-        for entry in {*tensors, *texts} - {*self._entries.get(self._ranks.rank, ())}:
+        of_place = [of_ranks[rank] for rank in self._ranks.own]
+        self._entries = _without_repeats(of_place, self._writers)
+        for entry in {*tensors, *texts} - {*self._entries.get(self._ranks.rank_at_place, ())}:
             tensors.pop(entry, None)
             texts.pop(entry, None)
 
-    def _open_folder(self) -> Path:
-        """Called on the first rank."""
         self._index["files"] = {
             files.optimizer_file(rank): entries for rank, entries in self._entries.items()
         }
+
+    def _share_indexes(self) -> None:
+        """Brings the indexes of all places of a mesh into one."""
+        ranks = self._ranks
+        if not ranks.place.sizes:
+            return
+        extra = self._index.pop("extra")
+        mine = files.json_text(self._index) if ranks.is_first else ""
+        texts = ranks.from_all(mine)
+        of_places = [json.loads(texts[first]) for first, *_ in ranks.of_places]
+        self._index = {"extra": extra, "axes": ranks.place.sizes, "places": of_places}
+
+    def _open_folder(self) -> Path:
+        """Called on the first rank."""
         saved_ns = files.saved_ns(self._ranks.path, time.time_ns())
         self._text = files.index_text(self._token, saved_ns, self._index)
-        return files.folder_for_saving(self._ranks.path)
+        return files.folder_for_saving(
+            self._ranks.path, num_places=len(self._index.get("places", ()))
+        )
 
     def _each_own_file(self, put: Callable[[str, contents.Contents], object]) -> None:
         """Calls `put` with each file of this rank, while the model has the values to save."""
-        rank, outer = self._ranks.rank, self._outer
+        rank, outer, put = self._ranks.rank_at_place, self._outer, self._at_place(put)
         with contextlib.nullcontext() if outer is None else outer.synchronized():
             if rank == 0:
                 put(files.MODEL, self._of_model)
@@ -141,6 +157,15 @@ class Saving:
             put(files.OUTER, (self._of_outer, {}))
         if rank in self._entries:
             put(files.optimizer_file(rank), self._of_state)
+
+    def _at_place(
+        self, put: Callable[[str, contents.Contents], object]
+    ) -> Callable[[str, contents.Contents], object]:
+        """Returns `put` for files of this rank's place, on a mesh."""
+        place = self._ranks.place
+        if not place.sizes:
+            return put
+        return lambda name, of: put(files.at_place(place.number, name), of)
 
     def write(self, folder: Path) -> None:
         """Writes and completes the checkpoint. Raises the same error on every rank."""

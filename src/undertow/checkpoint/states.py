@@ -30,6 +30,7 @@ from undertow.checkpoint.index import is_setting_like
 from undertow.checkpoint.opened import Opened
 from undertow.errors import CheckpointError, require
 from undertow.foreign import parsed_json
+from undertow.mesh.local_tensors import local_tensor, placed_like
 from undertow.optim.state import MASTER, OF_EXACT, axes_in_memory, nested, room_in_order
 from undertow.sharded.params import ShardPart
 
@@ -60,7 +61,9 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
         "load_checkpoint(path, model).",
         error=CheckpointError,
     )
-    params = names.params_of(optimizer)
+    held = names.params_of(optimizer)
+    params = {name: local_tensor(param) for name, param in held.items()}
+    parts_of = None if parts is None else {name: parts.get(held[name]) for name in held}
     others = {
         name
         for other in present
@@ -68,12 +71,12 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
         for name in group["params"]
         if name not in params
     }
-    needs = _Needs(folder, params, parts, others, about["axes"])
+    needs = _Needs(folder, params, parts_of, others, about["axes"])
     state: dict[str, dict[str, Any]] = {}
     found, orders = _read(opened, entries_by_file(index, replica), needs)
     for (name, key), value in found.items():
         param = params[name]
-        part = None if parts is None else parts.get(param)
+        part = None if parts_of is None else parts_of[name]
         if part is not None and part.owner is not None:
             part = None  # all of it is this rank's
         if isinstance(value, _Elements):
@@ -81,6 +84,8 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
             is_torchs = class_of(optimizer).__module__.startswith("torch.optim")
             text = f"has {key!r} of {name!r} {described(value)}, for a parameter of {param.dtype}"
             require_same(not is_torchs or are_of_one_kind(value, param), folder, text)
+            if parts is None:
+                value = placed_like(held[name], value)
         elif part is not None:
             is_scalar = not isinstance(value, Tensor) or value.dim() == 0
             text = f"has {key!r} of {name!r}, but not for each element"
@@ -137,7 +142,7 @@ class _Needs:
 
     folder: Path
     params: Mapping[str, Tensor]
-    parts: Mapping[Tensor, ShardPart] | None  # None: all of each
+    parts: Mapping[str, ShardPart | None] | None  # None: all of each
     others: Collection[str]  # parameters of other optimizers
     axes: Mapping[str, list[int]]  # orders that are not row-major, as they were saved
 
@@ -148,7 +153,7 @@ class _Needs:
         text = f"has a state of {name!r}, which is not one of the optimizer's parameters"
         require_same(name in self.params, self.folder, text)
         param = self.params[name]
-        part = None if self.parts is None else self.parts.get(param)
+        part = None if self.parts is None else self.parts[name]
         if part is None or param.numel() == 0:
             return True
         if part.owner is not None or part.numel == 0:

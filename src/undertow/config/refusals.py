@@ -7,11 +7,6 @@ from undertow.errors import CheckpointError, ConfigError, PhaseError, UndertowEr
 # Every pair of features that cannot be used together: the error, the reason and the way out.
 # docs/limits.md lists them.
 REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
-    ("checkpoint", "tensor_parallel"): (
-        CheckpointError,
-        "save_checkpoint does not work with parameters that are DTensors.",
-        "Use torch.distributed.checkpoint, whose states have DTensors.",
-    ),
     ("closure", "skip"): (
         PhaseError,
         'nonfinite="skip" cannot be used with step(closure): the step has begun when the closure '
@@ -93,20 +88,10 @@ REFUSED: Mapping[tuple[str, str], tuple[type[UndertowError], str, str]] = {
         "Give every rank the same number of batches: drop_last=True of a DataLoader, or a "
         "sampler that pads, as DistributedSampler does.",
     ),
-    ("outer", "tensor_parallel"): (
-        ConfigError,
-        "outer synchronization does not work with parameters that are DTensors.",
-        "Leave outer out.",
-    ),
     ("shards", "sparse"): (
         ConfigError,
         "a gradient is sparse: it cannot be cut into shards.",
         "Make the embedding with sparse=False, or use a plain optimizer.",
-    ),
-    ("shards", "tensor_parallel"): (
-        ConfigError,
-        "a ShardedOptimizer does not work with parameters that are DTensors.",
-        "Use a plain optimizer; it holds the state of this rank's parts only.",
     ),
 }
 

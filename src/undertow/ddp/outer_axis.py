@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,18 +21,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from undertow.config import SyncConfig
+from undertow.config import Outer, SyncConfig
 from undertow.engine.checks import unlike_values
-from undertow.errors import Desync, ReplicaMismatch, WrongType, require
+from undertow.errors import ConfigError, Desync, ReplicaMismatch, WrongType, require
 from undertow.mesh.axes import everyone
 from undertow.mesh.local_tensors import local_tensor, local_tensors
-from undertow.plan.layout import equal_parts, round_up
+from undertow.outer.outer_sync import OuterSync
+from undertow.plan.layout import ParamSpec, equal_parts, round_up, slots_of
 from undertow.ranks.agreement import gather_json, require_agreement, surroundings
 from undertow.ranks.dither import Rotation, Rounding
 from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.group import GroupRef
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
+from undertow.sync.gradient_sync import GradientSync
 from undertow.torch_private import fsdp, private, tables
 from undertow.wire import WIRES
 
@@ -41,7 +44,11 @@ _SIZES_TOLD_APART = 1 << 20
 
 
 def outer_axis(
-    module: nn.Module, *, wire: str | None = None, device_mesh: DeviceMesh | None = None
+    module: nn.Module,
+    *,
+    wire: str | None = None,
+    device_mesh: DeviceMesh | None = None,
+    outer: Outer | None = None,
 ) -> OuterAxis:
     """Averages gradients of an FSDP2 model across replicas, in a format if one is asked for.
 
@@ -54,9 +61,12 @@ def outer_axis(
         wire: The format of gradients across replicas, such as "int8"; None is full width, whose
             results with two replicas are torch's, bit for bit.
         device_mesh: The dimension across replicas, if `fully_shard` got the other dimension only.
+        outer: An Outer lets replicas train alone, and exchange fragments of the shards every few
+            steps; nothing is sent across replicas in other steps. Its `wire` is the format.
 
     Returns:
-        The OuterAxis, which counts messages; `close()` gives the average back to torch.
+        The OuterAxis, which counts messages; `close()` gives the average back to torch. With
+        `outer` its `outer` is the OuterSync.
 
     Raises:
         ConfigError: If the model or the mesh does not fit.
@@ -76,7 +86,13 @@ def outer_axis(
         remedy="Pass the model itself.",
         error=WrongType,
     )
-    config = SyncConfig(wire=wire)
+    config = SyncConfig(wire=wire, outer=outer, buffers="off")
+    require(
+        wire is None or outer is None,
+        "wire and outer are both given: with outer, no gradients are sent across replicas.",
+        where=_WHERE,
+        remedy='Write outer=Outer(every=30, wire="int8").',
+    )
     require(
         config.wire != "auto",
         'wire="auto" is not supported: no other format is tried on this axis.',
@@ -99,7 +115,9 @@ class OuterAxis:
         config: SyncConfig,
     ) -> None:
         self.num_reductions = 0
-        self.num_bytes = 0  # that this rank has sent across replicas
+        self.num_bytes = 0  # of gradients, that this rank has sent across replicas
+        self.outer: OuterSync | None = None
+        self._sync: GradientSync | None = None  # with `outer`
         self.waited_s = 0.0
         groups = [group for _, part in managed for group in fsdp.param_groups(part)]
         self._params = [param for group in groups for param in fsdp.params_of(group)]
@@ -113,12 +131,23 @@ class OuterAxis:
             dataclasses.replace(config, reduction="ordered"),
             divisor=self._group.num_ranks,
         )
-        self._parcels: dict[tuple[int, torch.dtype], Parcel] = {}
+        self._messages: dict[tuple[int, int, torch.dtype], _Message] = {}
+        # of each module, the elements of its parameters in a message
+        self._numels = [
+            [numel for group in fsdp.param_groups(part) for numel in fsdp.numels_of(group)]
+            for _, part in managed
+        ]
         self._turns = Rotation(is_host=self._group.hardware.is_host)
         self._reduced: set[int] = set()  # modules in this backward
         self._partial: dict[int, Tensor] = {}  # sums that torch was told not to average yet
         self._undo = [
-            fsdp.take_over(part, partial(self._reduce, index, fsdp.param_groups(part)))
+            fsdp.take_over(
+                part,
+                self._keep
+                if config.outer is not None
+                else partial(self._reduce, index, fsdp.param_groups(part)),
+                refuse=partial(_refuse_divisor, f"module {self._names[index]!r}"),
+            )
             for index, (_, part) in enumerate(managed)
         ]
         # torch holds the hooks, and they hold this object, as long as the model exists
@@ -126,12 +155,20 @@ class OuterAxis:
         self._finalizer = weakref.finalize(module, _call_all, ends)
         self._finalizer.atexit = False  # other ranks may have ended
         try:
-            self._require_alike(dict(tables.named_parameters(module)))
+            named_params: dict[str, Tensor] = dict(tables.named_parameters(module))
+            self._require_alike(named_params)
+            if config.outer is not None:
+                self._sync = self._synchronized(module, named_params, replicas)
+                self.outer = self._sync.outer
+                assert self.outer is not None
+                self.outer.open_group()
         except BaseException:
             self.close()
             raise
 
     def __repr__(self) -> str:
+        if self.outer is not None:
+            return f"<OuterAxis of {self._group.num_ranks} replicas, {self.outer!r}>"
         mib = self.num_bytes / 2**20
         return (
             f"<OuterAxis of {self._group.num_ranks} replicas, {self._wire or 'full width'}: "
@@ -143,7 +180,19 @@ class OuterAxis:
         for undo in self._undo:
             undo()
         self._undo = []
+        if self._sync is not None:
+            self._sync.close()
         self._finalizer()
+
+    def _synchronized(
+        self, module: nn.Module, named_params: dict[str, Tensor], replicas: dist.ProcessGroup
+    ) -> GradientSync:
+        """Returns the synchronization by which replicas exchange their shards."""
+        own = set(map(id, self._params))
+        others = [name for name, param in named_params.items() if id(param) not in own]
+        return GradientSync(
+            module, process_group=replicas, config=self._config, ignore=others, shared=()
+        )
 
     def _require_alike(self, named_params: dict[str, Tensor]) -> None:
         """Compares the replicas; a collective call."""
@@ -183,6 +232,10 @@ class OuterAxis:
         if any(told):
             raise error or ReplicaMismatch(next(filter(None, told)))
 
+    def _keep(self, values: Tensor) -> None:
+        """Called by torch as `_reduce` is: leaves the shards as they are, because replicas train
+        alone. A method, so that the module holds this object."""
+
     @private.untraced
     @torch.no_grad()
     def _reduce(self, index: int, groups: Sequence[Any], values: Tensor) -> None:
@@ -205,45 +258,43 @@ class OuterAxis:
             self._reduced.clear()
             self._turns.advance(local_tensors(self._params))
         self._reduced.add(index)
-        parcel = self._parcel(values)
+        message = self._message(index, values)
+        parcel = self._parcel(message, values.device)
+        sent = message.packed(values)
         trailer = self._trailer(index, values)
         name = f"the gradients of {self._names[index]!r}, across replicas"
         with group.waiting(name):
             is_alike = partial(self._is_alike, index, values)
-            handle = self._exchanges.all_reduce(values, parcel, trailer=trailer, is_alike=is_alike)
+            handle = self._exchanges.all_reduce(sent, parcel, trailer=trailer, is_alike=is_alike)
             group.makes_call(name)
             handle.wait()
         group.hardware.keep(values)  # torch may drop them when this returns
         if group.hardware.is_host and not self._is_alike(index, values, trailer):
             raise self._in_another_order(index, values)
+        message.unpack(sent, values)
         self.num_reductions += 1
         self.num_bytes += _sent_bytes(parcel, group, values)
         self.num_bytes += (group.num_ranks - 1) * trailer.nbytes
         self.waited_s += time.perf_counter() - began_s
 
-    def _parcel(self, values: Tensor) -> Parcel:
-        """Returns how a message travels in this backward."""
-        group, numel = self._group, values.numel()
-        key = numel, values.dtype
-        if key not in self._parcels:
-            block = 1 if self._wire is None else WIRES[self._wire].block
-            part_numel = round_up(-(-numel // group.num_ranks), block)
-            parts = equal_parts(group.num_ranks, part_numel, stop=numel)
-            if self._wire is None:
-                self._parcels[key] = FullWidth(parts)
-            else:
-                self._parcels[key] = Encoded(
-                    WIRES[self._wire],
-                    values.dtype,
-                    numel // block * block,
-                    parts,
-                    is_host=group.hardware.is_host,
-                )
-        parcel = self._parcels[key]
+    def _message(self, index: int, values: Tensor) -> _Message:
+        """Returns how the shards of a module travel."""
+        numel = values.numel()
+        key = index, numel, values.dtype
+        if key not in self._messages:
+            numels = self._numels[index]
+            # Torch leaves parameters without a gradient out, and does not tell which.
+            known = numels if sum(numels) == numel else [numel]
+            self._messages[key] = _Message.of(known, values.dtype, self._wire, self._group)
+        return self._messages[key]
+
+    def _parcel(self, message: _Message, device: torch.device) -> Parcel:
+        """Returns the parcel of a message in this backward."""
+        parcel = message.parcel
         if isinstance(parcel, FullWidth):
             return parcel
         parcel.codings.clear()
-        return parcel.dithered(self._turns.now, Rounding.OWN, rank=group.rank, device=values.device)
+        return parcel.dithered(self._turns.now, Rounding.OWN, rank=self._group.rank, device=device)
 
     def _trailer(self, index: int, values: Tensor) -> Tensor:
         """Returns the numbers by which replicas find that they reduce the same module: sums of
@@ -266,6 +317,63 @@ class OuterAxis:
             remedy="Use the same modules in the same order on every replica. If parts stay unused "
             "on some, call set_reduce_scatter_unused_params() of FSDPModule.",
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Message:
+    """How shards travel: as they are, or in a format, whose blocks end at borders of parameters."""
+
+    parcel: Parcel
+    numel: int
+    places: tuple[tuple[slice, slice], ...] = ()  # of each parameter: in the shards, and as sent
+
+    @classmethod
+    def of(
+        cls, numels: Sequence[int], dtype: torch.dtype, wire: str | None, group: OwnGroup
+    ) -> _Message:
+        """Returns the message of parameters with so many elements each."""
+        num_ranks = group.num_ranks
+        if wire is None:
+            numel = sum(numels)
+            return cls(FullWidth(equal_parts(num_ranks, -(-numel // num_ranks), stop=numel)), numel)
+        block = WIRES[wire].block
+        specs = [
+            ParamSpec(name=str(at), shape=(numel,), dtype="float32", itemsize=4)
+            for at, numel in enumerate(numels)
+        ]
+        slots, narrow_numel = slots_of(specs, range(len(specs)), block=block)
+        starts = list(accumulate(numels, initial=0))
+        places = tuple(
+            (slice(starts[slot.param], starts[slot.param + 1]), slice(slot.start, slot.stop))
+            for slot in slots
+        )
+        numel = max([narrow_numel, *(slot.stop for slot in slots)])
+        parts = equal_parts(num_ranks, round_up(-(-numel // num_ranks), block), stop=numel)
+        is_host = group.hardware.is_host
+        return cls(Encoded(WIRES[wire], dtype, narrow_numel, parts, is_host=is_host), numel, places)
+
+    def packed(self, values: Tensor) -> Tensor:
+        """Returns the tensor that is sent and received; the shards themselves in full width."""
+        if not self.places:
+            return values
+        sent = values.new_zeros(self.numel)
+        for own, place in self.places:
+            sent[place].copy_(values[own])
+        return sent
+
+    def unpack(self, sent: Tensor, values: Tensor) -> None:
+        """Writes what was received into the shards."""
+        for own, place in self.places:
+            values[own].copy_(sent[place])
+
+
+def _refuse_divisor(named: str, _factor: float = 0.0) -> None:
+    """Raises ConfigError; in place of `set_gradient_divide_factor`."""
+    raise ConfigError(
+        f"{named} has its own divisor, which counts torch's ranks and not the replicas.",
+        where=_WHERE,
+        remedy="Leave set_gradient_divide_factor out, and scale the loss.",
+    )
 
 
 def _require_managed(module: nn.Module, managed: Sequence[tuple[str, nn.Module]]) -> None:
@@ -291,11 +399,20 @@ def _require_managed(module: nn.Module, managed: Sequence[tuple[str, nn.Module]]
                 where=_WHERE,
                 remedy="Leave replicate out, and use DistributedDataParallel or attach.",
             )
+            if fsdp.has_own_divisor(group):
+                _refuse_divisor(named)
             require(
-                not fsdp.has_own_divisor(group),
-                f"{named} has its own divisor, which counts torch's ranks and not the replicas.",
+                not fsdp.is_offloaded(group),
+                f"{named} keeps its parameters in host memory, and gradients are averaged on a "
+                "device.",
                 where=_WHERE,
-                remedy="Leave set_gradient_divide_factor out, and scale the loss.",
+                remedy="Leave CPUOffloadPolicy out.",
+            )
+            require(
+                not any(param.is_meta for param in fsdp.params_of(group)),
+                f"{named} has parameters on the meta device, which have no values.",
+                where=_WHERE,
+                remedy="Call model.to_empty(device=...) and load or initialize them first.",
             )
 
 

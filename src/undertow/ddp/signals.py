@@ -123,10 +123,11 @@ def _request_of(model: object) -> StopRequest:
             remedy="Wrap the model first; after attach(), give its result instead of the module.",
         )
     sync._own.require_open("stop_on_signal()")
+    ranks = sync._own.all_ranks
     require(
-        not sync._own.group.is_on_mesh,
-        "stop_on_signal() does not work beside tensor parallelism: the places of the other axes "
-        "would not stop in the same step.",
+        not ranks.is_on_mesh or (ranks.num_ranks > 1 and ranks.hardware.is_host),
+        "stop_on_signal() works beside tensor parallelism only on CPU and with several "
+        "data-parallel ranks: nothing tells the places of the other axes in each step.",
         where=_WHERE,
         remedy="Note the signal in a handler of your own, and add up a flag over all ranks between "
         "steps, by torch.distributed.all_reduce.",

@@ -139,11 +139,13 @@ class Checks:
         )
         if group.is_on_mesh:
             self.numbers.agree = partial(found_by_any, group.everyone)
+            self.numbers.has_rounds = group.num_ranks > 1
         # Synchronizations between two comparisons of parameters; None if there is nothing to
         # compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
         self.loads = Loads(group)
-        self.stop = StopRequest(group, is_of_replica=config.outer is not None)
+        is_told_elsewhere = config.outer is not None or group.is_on_mesh
+        self.stop = StopRequest(group, is_told_elsewhere=is_told_elsewhere)
         self._current_plan = current_plan
         self.sent: list[_Sent] = []  # comparisons in flight
 
@@ -165,10 +167,9 @@ class Checks:
         if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
             self.sent.append(self._send(ended))
             self.loads.settle(ended.terms.number)
-        if self._current_plan.placements.axis:
-            order = self._current_plan.placements.take_order()
-            if self._are_orders_compared(ended.terms.number):
-                self.sent.append(self._send_order(order, ended.terms.number))
+        order = self._current_plan.placements.take_order()
+        if self._are_places_told(ended.terms.number):
+            self.sent.append(self._tell_places(order, ended.terms.number))
 
     @torch.no_grad()
     def _send(self, ended: Round) -> _Sent:
@@ -191,22 +192,31 @@ class Checks:
             was_loaded=self.loads.are_here,
         )
 
-    def _are_orders_compared(self, number: int) -> bool:
-        """Returns True if ranks compare the orders of redistributed gradients after this
-        synchronization of a mesh: on a device rarely, because the host waits for the result."""
+    def _are_places_told(self, number: int) -> bool:
+        """Returns True if the places of a mesh tell each other the orders of redistributed
+        gradients, and requests to stop, after this synchronization: on a device rarely, because the
+        host waits for the result."""
         group = self._current_plan.group
         if not group.is_on_mesh:
             return False
         return group.hardware.is_host or number < _NUM_FIRST_ORDERS or number % _ORDERS_EVERY == 0
 
-    def _send_order(self, order: Sequence[str], number: int) -> _Sent:
-        """Starts to compare the order of the gradients that are redistributed over another axis."""
+    def _tell_places(self, order: Sequence[str], number: int) -> _Sent:
+        """Starts to compare the order of the gradients that are redistributed over another axis,
+        and tells if a signal has asked this rank to stop."""
         axis, everyone = self._current_plan.placements.axis, self._current_plan.group.everyone
-        told = [digest_of_names(order), digest_of_names(map(str, axis))]
+        told = [digest_of_names(order), digest_of_names(map(str, axis)), self.stop.is_pending]
         received = everyone.all_gather(
             torch.tensor(told, dtype=torch.int64, device=everyone.device), _ORDERS
         )
-        return partial(_other_order, everyone, order, received, number)
+        return partial(self._hear_places, everyone, order, received, number)
+
+    def _hear_places(
+        self, everyone: OwnGroup, order: Sequence[str], received: Handle, number: int
+    ) -> Desync | None:
+        rows = received.result().tolist()
+        self.stop.places_end(is_told=any(is_stopping for *_, is_stopping in rows))
+        return _other_order(everyone, order, [row[:2] for row in rows], number)
 
     def require_alike(self) -> None:
         """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ, and
@@ -216,6 +226,8 @@ class Checks:
         """
         while self.sent and private.graph_task_id() == -1:
             error = self.sent.pop(0)()
+            if isinstance(error, ReplicaMismatch):
+                self._current_plan.group.tell_places(error)
             if error is not None:
                 raise error
 
@@ -250,11 +262,10 @@ def digest_of_names(names: Iterable[str]) -> int:
 
 
 def _other_order(
-    everyone: OwnGroup, order: Sequence[str], received: Handle, number: int
+    everyone: OwnGroup, order: Sequence[str], rows: Sequence[Sequence[int]], number: int
 ) -> Desync | None:
     """Returns the error if gradients have arrived in different orders on ranks of one axis: the
     same on every rank of the mesh."""
-    rows = received.result().tolist()
     orders: dict[int, set[int]] = defaultdict(set)
     for of_order, of_axis in rows:
         orders[of_axis].add(of_order)

@@ -87,7 +87,7 @@ class Moves:
 
     def _try(self, plan: Plan) -> None:
         """Moves to a new plan, and tells the other ranks if this rank has memory for it."""
-        current_plan, group = self._current_plan, self._current_plan.group
+        current_plan, group = self._current_plan, self._current_plan.group.deciding
         before = current_plan.compiled.plan
         failed = -1
         try:
@@ -112,7 +112,7 @@ class Moves:
             current_plan = self._current_plan
             tuning = current_plan.hooks.tuning
             assert tuning is not None  # it has asked for the plan
-            tuning.cannot_try(current_plan.group.names[rank])
+            tuning.cannot_try(current_plan.group.deciding.names[rank])
             # otherwise this rank could not make the plan itself
             if current_plan.compiled.plan is not vote.before:
                 current_plan.note_written()

@@ -78,6 +78,7 @@ class NonFinite:
 
     fails_others: Callable[[faults.Fault], object] | None = None
     agree: Callable[[Finding | None], Finding | None] | None = None
+    has_rounds = True  # else a finding is of one step only
 
     def __init__(
         self,
@@ -119,7 +120,9 @@ class NonFinite:
             return False
         finding = self._finding or self._find_alone()
         if self.agree is not None:
-            self._finding = finding = self.agree(finding)
+            finding = self.agree(finding)
+            if self.has_rounds:
+                self._finding = finding
         if finding is None:
             return False
         is_counted = self._finding is not None and self._is_judged

@@ -17,15 +17,15 @@ class StopRequest:
 
     On the host, all ranks read it when that synchronization ends. On a device they read it later;
     then they tell it too, and all follow it at the end of the first synchronization in which every
-    rank has told it. `is_of_replica`: the group is one of several replicas. Then exchanges of the
-    replicas tell it instead (`exchange_ends`).
+    rank has told it. `is_told_elsewhere`: the group has not all ranks that must stop together. Then
+    exchanges of replicas tell it (`exchange_ends`), or the places of a mesh (`places_end`).
     """
 
-    def __init__(self, group: OwnGroup, *, is_of_replica: bool) -> None:
+    def __init__(self, group: OwnGroup, *, is_told_elsewhere: bool) -> None:
         self.is_requested = False  # on all ranks, from the same step on
         self.is_closed = False  # the model is no longer synchronized
         self.grace_s: float | None = None  # after a signal, if the user has told it
-        self._group, self._is_of_replica = group, is_of_replica
+        self._group, self._is_told_elsewhere = group, is_told_elsewhere
         self._is_here = False  # a signal has arrived on this rank
         self.is_heard_of = False  # on any rank, as far as this one knows
         self._synchronized_s = time.monotonic()
@@ -50,11 +50,11 @@ class StopRequest:
     @property
     def is_told(self) -> bool:
         """True if the trailer of the next synchronization tells the others."""
-        return self.is_pending and not self._is_of_replica
+        return self.is_pending and not self._is_told_elsewhere
 
     def round_ends(self, found: Findings) -> None:
         """Called after every synchronization, also one that has failed, with its findings."""
-        if self._is_of_replica:
+        if self._is_told_elsewhere:
             return
         self._watch_time("two synchronizations")
         if self.is_requested or not found.readings or not found.reported("stopping"):
@@ -66,6 +66,12 @@ class StopRequest:
     def exchange_ends(self, *, is_told: bool) -> None:
         """Called after an exchange of replicas, in the same step on every rank."""
         self._watch_time("two exchanges of replicas")
+        self.is_requested |= is_told
+
+    def places_end(self, *, is_told: bool) -> None:
+        """Called when the places of a mesh have told each other after a synchronization, in the
+        same step on every rank."""
+        self._watch_time("two synchronizations")
         self.is_requested |= is_told
 
     def _watch_time(self, between: str) -> None:

@@ -54,7 +54,7 @@ class Tuning:
         self._order_sent: Handle | None = None  # on its way from rank 0
         self.has_settled = False  # rounds need not ask any more: it is over, and nothing is sent
         if recorder.is_on:
-            self.measuring = Measuring(arrivals, recorder, reducer.group, self.measured)
+            self.measuring = Measuring(arrivals, recorder, reducer.group.deciding, self.measured)
         self.num_drops: int = 0 if earlier is None else earlier.num_drops
         self.will_try = may_move(reducer) and self.num_drops < MOST_DROPS  # until trials are over
         if _follows_order(reducer):
@@ -172,7 +172,7 @@ class Tuning:
     def _send_order(self, seen: Sequence[int]) -> None:
         self._seen = None
         self._arrivals.at_each = None
-        group, params = self._reducer.group, self._arrivals.index_of
+        group, params = self._reducer.group.deciding, self._arrivals.index_of
         order = torch.tensor(observed(len(params), seen), dtype=torch.int64)
         # [number of parameters]
         self._order_sent = group.broadcast(
@@ -188,7 +188,8 @@ class Tuning:
             keeps_buckets=config.bucket_cap_mb is not None,
             block=config.block,
         )
-        return Trying(trials, self._recorder, self._reducer.group, num_drops=self.num_drops)
+        group = self._reducer.group.deciding
+        return Trying(trials, self._recorder, group, num_drops=self.num_drops)
 
 
 def order_of(plan: Plan) -> list[int]:

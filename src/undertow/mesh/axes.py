@@ -9,7 +9,9 @@ Reasons: docs/design/meshes.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -82,14 +84,13 @@ def require_fits(
         return
     require_data_axis(named_params, ranks)
     where = f"gradients are averaged over ranks {_listed(ranks)}"
-    if config.outer is not None:
-        raise refused("outer", "tensor_parallel", where=where)
     if config.experts:
         raise refused("experts", "tensor_parallel", where=where)
     require(
-        config.wire != AUTO,
-        'wire="auto" does not work with parameters that are DTensors: the places of the other axes '
-        "would choose on their own, and a parameter that all of them hold would drift apart.",
+        config.wire != AUTO or are_even(param for _, param in named_params),
+        'wire="auto" does not work with parameters whose parts have different sizes: the places of '
+        "the other axes would choose on their own, and a parameter that all of them hold would "
+        "drift apart.",
         where=where,
         remedy='Set wire="int8", or leave wire out.',
     )
@@ -125,6 +126,29 @@ def require_data_axis(named_params: Iterable[tuple[str, Tensor]], ranks: Sequenc
                 remedy='Give the data-parallel axis of the mesh, such as device_mesh=mesh["dp"], '
                 "and distribute parameters over other axes only.",
             )
+
+
+def require_fits_replicas(
+    module: nn.Module,
+    named_params: Sequence[tuple[str, Tensor]],
+    ranks: Sequence[int],
+    *,
+    has_rows: bool,
+) -> None:
+    """Raises ConfigError if the ranks of replicas that train alone, or rows of ranks, do not fit
+    parameters that are DTensors."""
+    if not distributed(param for _, param in named_params):
+        return
+    require(
+        not has_rows,
+        "outer synchronization has two data-parallel axes, and parameters are DTensors over "
+        "others.",
+        where="SyncConfig(outer=...)",
+        remedy='Give one axis, such as device_mesh=mesh["dp"].',
+    )
+    # Under fully_shard a parameter may be on the axis of the replicas too, whole.
+    if not any(fsdp.is_managed(part) for _, part in tables.named_modules(module)):
+        require_data_axis(named_params, ranks)
 
 
 def require_unmanaged(module: nn.Module, *, caller: str) -> None:
@@ -167,6 +191,75 @@ def everyone(params: Iterable[Tensor], ranks: tuple[int, ...]) -> tuple[int, ...
             )
             found.update(root.mesh[at].flatten().tolist())
     return tuple(sorted(found))
+
+
+def replica_of(params: Iterable[Tensor], ranks: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Returns the ranks at the same place of the data axis, `ranks`, as this `rank`: those that
+    hold one replica of the model together."""
+    params = list(params)
+    found = {rank}
+    for mesh in dict.fromkeys(param.device_mesh for param in _dtensors(params)):
+        whole = dtensors.root_of(mesh).mesh
+        (own,) = _places_of([rank], whole)
+        places = zip(*_places_of(ranks, whole), strict=True)
+        is_data = [len(set(axis)) > 1 for axis in places]
+        for other in everyone(params, tuple(ranks)):
+            (place,) = _places_of([other], whole)
+            at = zip(place, own, is_data, strict=True)
+            if all(here == there for here, there, is_of_data in at if is_of_data):
+                found.add(other)
+    return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlace:
+    """The place of this rank on the axes of a mesh over which parameters are cut: ranks at one
+    place have the same parts."""
+
+    sizes: tuple[tuple[str, int], ...] = ()  # of these axes, by name
+    number: int = 0  # of all combinations of their indices, row-major
+
+    @property
+    def num_places(self) -> int:
+        return math.prod(size for _, size in self.sizes)
+
+
+def place_of(params: Iterable[Tensor]) -> MeshPlace:
+    """Returns the place of this rank; the only one if no parameter is cut."""
+    indices: dict[str, tuple[int, int]] = {}  # by name: the size of an axis, and the place on it
+    for dtensor in _dtensors(params):
+        mesh = dtensor.device_mesh
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        coordinate = mesh.get_coordinate()
+        for axis, placement in enumerate(dtensor.placements):
+            if not placement.is_replicate():
+                indices[names[axis]] = mesh.shape[axis], coordinate[axis]
+    number = 0
+    for size, index in indices.values():
+        number = number * size + index
+    return MeshPlace(tuple((name, size) for name, (size, _) in indices.items()), number)
+
+
+def are_even(params: Iterable[Tensor]) -> bool:
+    """Returns True if all places have parts of the same shapes."""
+    for dtensor in _dtensors(params):
+        whole = list(dtensor.shape)
+        for placement, size in zip(dtensor.placements, dtensor.device_mesh.shape, strict=True):
+            if placement.is_replicate():
+                continue
+            if whole[placement.dim] % size:
+                return False
+            whole[placement.dim] //= size
+    return True
+
+
+def num_pieces(param: Tensor) -> int:
+    """Returns into how many parts the ranks of other axes have cut a parameter."""
+    pieces = 1
+    for dtensor in _dtensors([param]):
+        for placement, size in zip(dtensor.placements, dtensor.device_mesh.shape, strict=True):
+            pieces *= 1 if placement.is_replicate() else size
+    return pieces
 
 
 def other_groups(params: Iterable[Tensor]) -> list[dist.ProcessGroup]:

@@ -40,12 +40,7 @@ class LocalParam(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        grad = self.param.grad
-        if grad is None:
-            return None
-        if grad.placements != self._spec.placements:
-            raise _other_placements(grad, self._spec)
-        return grad.to_local() if grad.requires_grad else dtensors.local_of(grad)
+        return local_gradient(self.param)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -55,6 +50,15 @@ class LocalParam(Tensor):
         if value.dtype != self._spec.tensor_meta.dtype:
             self._spec = dtensors.spec_for_gradient(self.param, value.dtype)
         self.param.grad = dtensors.dtensor_of(value, self._spec)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:  # type: ignore[override]  # torch's can be set
+        return private.gradient_dtype(self.param)
+
+    def let_go(self) -> None:
+        """Keeps shape and strides, and frees the memory: a sharded optimizer moves parameters, and
+        asks if other tensors share their memory."""
+        private.free_memory(self)
 
 
 def local_params(params: Iterable[Tensor]) -> list[Tensor]:
@@ -72,9 +76,73 @@ def _local_param(param: Any) -> LocalParam:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Returns this rank's present part of a DTensor, or the tensor itself."""
-    if isinstance(tensor, LocalParam):
-        tensor = tensor.param
+    tensor = parameter_of(tensor)
     return dtensors.local_of(tensor) if dtensors.is_dtensor(tensor) else tensor
+
+
+def local_gradient(param: Tensor) -> Tensor | None:
+    """Returns this rank's part of the gradient of a parameter; raises ConfigError if the gradient
+    has other placements than the parameter."""
+    grad: Any = param.grad
+    if grad is None or not dtensors.is_dtensor(grad):
+        return grad  # type: ignore[no-any-return]
+    if grad.placements != param.placements:  # type: ignore[attr-defined]
+        raise _other_placements(grad, param)
+    return grad.to_local() if grad.requires_grad else dtensors.local_of(grad)
+
+
+def parameter_of(local: Tensor) -> Tensor:
+    """Returns the parameter that a `LocalParam` stands for, or the tensor itself."""
+    return local.param if isinstance(local, LocalParam) else local
+
+
+def let_go_of_memory(params: Iterable[Tensor]) -> None:
+    """Frees what the `LocalParam`s among these hold of their parameters' memory."""
+    for param in params:
+        if isinstance(param, LocalParam):
+            param.let_go()
+
+
+def placed_like(param: Tensor, value: Any) -> Any:
+    """Returns this rank's part of a value with a parameter's elements, such as a gradient, as a
+    DTensor of the parameter's placements.
+
+    The value itself if the parameter is a plain tensor, or if it has another shape.
+    """
+    if not dtensors.is_dtensor(param) or not isinstance(value, Tensor):
+        return value
+    if value.shape != local_tensor(param).shape:
+        return value
+    return dtensors.dtensor_of(value, dtensors.spec_for_gradient(param, value.dtype))
+
+
+def part_like(param: Any, value: Any) -> Any:
+    """Returns this rank's part of a value, the reverse of `placed_like`; raises ConfigError if it
+    has other placements than the parameter."""
+    if not dtensors.is_dtensor(value):
+        return value
+    if dtensors.is_dtensor(param) and value.shape == param.shape:
+        if (value.device_mesh, value.placements) != (param.device_mesh, param.placements):
+            raise ConfigError(
+                f"a state has the placements {_text(value.placements)} on {_axes(value)}, and its "
+                f"parameter has {_text(param.placements)} on {_axes(param)}.",
+                where=f"a parameter of shape {tuple(param.shape)}",
+                remedy="Load a state of this model, such as torch.distributed.checkpoint brings it "
+                "into the placements of the parameters.",
+            )
+    elif not is_whole(value):
+        raise ConfigError(
+            f"a state of shape {tuple(value.shape)} has the placements {_text(value.placements)}.",
+            where=f"a parameter of shape {tuple(param.shape)}",
+            remedy="Load a state of this model.",
+        )
+    return dtensors.local_of(value)
+
+
+def awaited_members(kind: type, arrive: Callable[[Any], object]) -> dict[str, Any]:
+    """Returns members of a subclass of `kind` that call `arrive` with a tensor before its values
+    are read by other ways than functions of torch: Python code of a DTensor reads its part."""
+    return dtensors.watched_part(arrive) if dtensors.is_class_of_dtensors(kind) else {}
 
 
 def alike_on_axes(params: Sequence[Tensor]) -> list[Tensor]:
@@ -83,12 +151,13 @@ def alike_on_axes(params: Sequence[Tensor]) -> list[Tensor]:
 
     What is derived from these is the same at all places.
     """
-    whole = [param for param in params if _is_whole(param)]
+    whole = [param for param in params if is_whole(param)]
     return local_tensors(whole or params)
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    dtensor: Any = tensor.param if isinstance(tensor, LocalParam) else tensor
+def is_whole(tensor: Tensor) -> bool:
+    """Returns True if this rank has all elements of a tensor."""
+    dtensor: Any = parameter_of(tensor)
     if not dtensors.is_dtensor(dtensor):
         return True
     return all(placement.is_replicate() for placement in dtensor.placements)
@@ -111,16 +180,18 @@ def addresses(tensors: Iterable[Tensor]) -> list[int]:
 def placement_of(tensor: Tensor) -> dict[str, Any]:
     """Describes the placement of a DTensor as ranks of the data axis must agree on it; nothing for
     a plain tensor."""
-    dtensor: Any = tensor.param if isinstance(tensor, LocalParam) else tensor
+    dtensor: Any = parameter_of(tensor)
     if not dtensors.is_dtensor(dtensor):
         return {}
     mesh = dtensor.device_mesh
     names = mesh.mesh_dim_names or range(mesh.ndim)
+    place = zip(dtensor.placements, mesh.get_coordinate(), strict=True)
     return {
         "placements": list(map(str, dtensor.placements)),
         "shape on all ranks": list(dtensor.shape),
         "mesh": dict(zip(map(str, names), mesh.shape, strict=True)),
-        "place on the mesh": mesh.get_coordinate(),
+        # the index of the part on each axis
+        "place on the mesh": [None if kind.is_replicate() else index for kind, index in place],
     }
 
 
@@ -185,11 +256,11 @@ def _axes(dtensor: Any) -> str:
     return f"mesh axis {', '.join(map(repr, names))}" if names else str(dtensor.device_mesh)
 
 
-def _other_placements(grad: Any, spec: Any) -> ConfigError:
+def _other_placements(grad: Any, param: Any) -> ConfigError:
     return ConfigError(
         f"a gradient has the placements {_text(grad.placements)}, and its parameter has "
-        f"{_text(spec.placements)}.",
-        where=f"a parameter of shape {tuple(spec.shape)} on a mesh, whose gradient was assigned",
+        f"{_text(param.placements)}.",
+        where=f"a parameter of shape {tuple(param.shape)} on a mesh, whose gradient was assigned",
         remedy="Assign grad.redistribute(param.device_mesh, param.placements).",
     )
 

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from undertow.errors import NonFiniteGradient, PhaseError, require
+from undertow.mesh.axes import num_pieces
+from undertow.mesh.local_tensors import local_gradient
 from undertow.ranks.transport import OwnGroup
 from undertow.sharded.placeholder import GradientPlaceholder
 from undertow.sync.gradient_sync import GradientSync, sync_of
@@ -78,7 +80,9 @@ def clip_members(
             error=PhaseError,
         )
     group = members[0][0]._group
-    counted: list[Tensor] = []
+    if group.is_on_mesh:
+        group = group.everyone
+    counted: list[tuple[Tensor, int]] = []  # with the number of ranks that count the same elements
     scaled: list[Tensor] = []
     for sync, params in members:
         own = sync._group
@@ -86,12 +90,13 @@ def clip_members(
         if steps is not None:
             steps.require_open("Step before close(), or make a new wrapper and a new optimizer.")
             own = steps.group
-            if len(members) == 1:  # on a mesh, each row has all shards
-                group = own
-        for grad, is_part in _gradients_of(params):
+            if len(members) == 1 and not sync._group.is_on_mesh:
+                group = own  # on a mesh of two data-parallel axes, each row has all shards
+        num_places = group.num_ranks // own.num_ranks if sync._group.is_on_mesh else 1
+        for param, grad, is_part in _gradients_of(params):
             scaled.append(grad)
             if is_part or own.rank == 0:  # a whole gradient is the same on all ranks
-                counted.append(grad)
+                counted.append((grad, _num_copies(param, num_places)))
     norm = _norm_over_ranks(counted, float(norm_type), group)
     if error_if_nonfinite and not norm.isfinite():
         raise NonFiniteGradient(
@@ -105,21 +110,40 @@ def clip_members(
     return norm
 
 
-def _gradients_of(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Yields this rank's gradients, each with True if it is a part.
+def _num_copies(param: Tensor, num_places: int) -> int:
+    """Returns the number of places of the other axes of a mesh that have the same part."""
+    pieces = num_pieces(param)
+    require(
+        num_places % pieces == 0,
+        f"a parameter of shape {tuple(param.shape)} is cut into {pieces} parts, on ranks that this "
+        "model does not know.",
+        where="clip_grad_norm_",
+        remedy='Make one mesh, and give device_mesh=mesh["dp"] and mesh["tp"] of it.',
+    )
+    return num_places // pieces
+
+
+def _gradients_of(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yields parameters and this rank's gradients, each with True if it is a part.
 
     Parameters outside of the layout have some too: those that were frozen.
     """
-    for grad in (param.grad for param in params):
+    for param in params:
+        grad = local_gradient(param)
         if isinstance(grad, GradientPlaceholder):
             if not grad.is_cleared:
-                yield grad.part, True
+                yield param, grad.part, True
         elif grad is not None:
-            yield grad, False
+            yield param, grad, False
 
 
-def _norm_over_ranks(counted: Iterable[Tensor], norm_type: float, group: OwnGroup) -> Tensor:
-    """Returns the norm of the gradients that the ranks of `group` count, 0-dim fp32."""
+def _norm_over_ranks(
+    counted: Iterable[tuple[Tensor, int]], norm_type: float, group: OwnGroup
+) -> Tensor:
+    """Returns the norm of the gradients that the ranks of `group` count, 0-dim fp32.
+
+    Each comes with the number of ranks that count the same elements.
+    """
     require(
         norm_type > 0,
         f"norm_type must be above zero, got {norm_type}.",
@@ -128,14 +152,14 @@ def _norm_over_ranks(counted: Iterable[Tensor], norm_type: float, group: OwnGrou
     )
     is_largest = math.isinf(norm_type)
     norm = torch.zeros((), dtype=torch.float64, device=group.device)
-    for grad in counted:
+    for grad, num_copies in counted:
         if grad.numel() == 0:
             continue
         # the elements that may be nonzero, each once
         values = grad.coalesce().values() if grad.is_sparse else grad
         wide = torch.complex128 if grad.dtype.is_complex else torch.float64
         own = torch.linalg.vector_norm(values, norm_type, dtype=wide).to(norm)
-        norm = torch.maximum(norm, own) if is_largest else norm + own**norm_type
+        norm = torch.maximum(norm, own) if is_largest else norm + own**norm_type / num_copies
     if group.num_ranks > 1:
         op = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
         group.all_reduce(norm, "the norm of all gradients", op).wait()

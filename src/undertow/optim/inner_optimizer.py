@@ -13,6 +13,7 @@ from torch import Tensor
 from undertow.buckets.fingerprints import fingerprints
 from undertow.buckets.memory import strides_of_gradient
 from undertow.errors import require
+from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.optim.state import (
     ELEMENTWISE,
     MASTER,
@@ -46,6 +47,11 @@ class _Owned:
     # Loaded exact values of a parameter that is updated in place from now on, and the values that
     # it had then. They take effect in a step, because ranks gather after it.
     loaded: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def local(self) -> Tensor:
+        """The parameter's tensor on this rank."""
+        return local_tensor(self.param)
 
     def accept(self, exact: Tensor) -> None:
         """Takes over exact values, which belong to the parameter's present values."""
@@ -115,7 +121,8 @@ class InnerOptimizer:
                 else:
                     target = part.of_shard(flat.exact)
                 if part.owner is not None:
-                    target = target.as_strided(param.shape, strides_of_gradient(param))
+                    local = local_tensor(param)
+                    target = target.as_strided(local.shape, strides_of_gradient(local))
                 self.owned.append(_Owned(param, part, group, flat, target))
                 targets.append(target)
             if targets:
@@ -170,20 +177,21 @@ class InnerOptimizer:
         known = owned.entries
         if len(known) == len(state) and all(map(is_, known, state.values())):
             return
-        wide = accumulation_dtype(owned.param.dtype)
+        param = owned.local
+        wide = accumulation_dtype(param.dtype)
         for key, value in state.items():
             if not isinstance(value, Tensor) or any(value is each for each in known):
                 continue
-            if is_of_the_whole(key, value, owned.param, self._cls):
+            if is_of_the_whole(key, value, param, self._cls):
                 continue
-            is_narrow = value.dtype == owned.param.dtype != wide
-            is_uncut = value.shape == owned.param.shape != owned.target.shape
+            is_narrow = value.dtype == param.dtype != wide
+            is_uncut = value.shape == param.shape != owned.target.shape
             if is_narrow or is_uncut:
                 state.update(self._part_of({key: value}, owned))
         owned.entries = tuple(state.values())
 
     def _part_of(self, state: ParamState, owned: _Owned) -> ParamState:
-        return part_of_state(state, owned.param, owned.part, owned.group, cls=self._cls)
+        return part_of_state(state, owned.local, owned.part, owned.group, cls=self._cls)
 
     def _accept_loaded(self) -> None:
         """Takes over loaded exact values if the parameters have the values that they belong to."""
@@ -262,7 +270,7 @@ class InnerOptimizer:
 
 def fingerprints_of(params: Iterable[Tensor]) -> list[int]:
     """Returns a number for the values of each parameter, which rounding alone does not change."""
-    values = [param.detach().to(accumulation_dtype(param.dtype)) for param in params]
+    values = [param.detach().to(accumulation_dtype(param.dtype)) for param in local_tensors(params)]
     found: list[int] = fingerprints(values, device=torch.device("cpu")).tolist()
     return found
 

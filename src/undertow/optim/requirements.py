@@ -8,6 +8,7 @@ from torch import Tensor
 
 from undertow.engine.progress import params_of
 from undertow.errors import PhaseError, WrongType, listed, require
+from undertow.mesh.local_tensors import is_whole
 from undertow.sync.gradient_sync import GradientSync
 from undertow.sync.zeroing import ZeroesWithoutReading
 
@@ -45,6 +46,20 @@ def require_arguments(cls: object, sync: GradientSync, params: ParamGroups | Non
 def _shown(cls: object) -> str:
     """Returns a class as it is, and of anything else the type: an optimizer has many lines."""
     return repr(cls) if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
+
+
+def require_whole_on_ranks(optimizer: torch.optim.Optimizer, sync: GradientSync) -> None:
+    """Raises ConfigError if a parameter is cut over another axis of a mesh: no rank has all of
+    it."""
+    for name, param in sync.named_parameters():
+        require(
+            is_whole(param) or all(param is not each for each in params_of(optimizer)),
+            f"{type(optimizer).__name__} updates whole parameters, and each rank has a part of "
+            f"{name!r} only, by tensor parallelism.",
+            where="ShardedOptimizer",
+            remedy="Use an optimizer whose updates are of single elements, such as AdamW, or this "
+            "one without sharding.",
+        )
 
 
 def require_params_of_the_model(optimizer: torch.optim.Optimizer, sync: GradientSync) -> None:

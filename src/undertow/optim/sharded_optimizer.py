@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
+from undertow.mesh.local_tensors import distributed, local_tensor, part_like, placed_like
 from undertow.optim.clipping import clip_members
 from undertow.optim.inner_optimizer import InnerOptimizer, copy_of, hyper_parameters
 from undertow.optim.requirements import (
@@ -21,12 +22,17 @@ from undertow.optim.requirements import (
     require_arguments,
     require_params_of_the_model,
     require_replacements,
+    require_whole_on_ranks,
 )
 from undertow.optim.state import (
+    MASTER_OF,
     NEED_WHOLE,
     OF_EXACT,
     ParamState,
+    flattened,
     gather_states,
+    is_of_the_whole,
+    nested,
     updates_whole_parameters,
 )
 from undertow.sharded.params import ShardPart
@@ -116,6 +122,8 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
 
         `make` makes one like it, over other groups.
         """
+        if is_whole:
+            require_whole_on_ranks(whole, sync)
         self._sync, self._make = sync, make
         self.optimizer_class = type(whole)
         self._inner: InnerOptimizer | None = None  # over this rank's parts
@@ -215,7 +223,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         next step.
         """
         if self._consolidated is None:
-            return self._packed(self._whole_states())
+            return self._packed(self._placed(self._whole_states()))
         to, states = self._consolidated
         require(
             to == dist.get_rank(self.process_group),
@@ -225,7 +233,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             remedy=f"Call state_dict() on rank {to} only, until the next step.",
             error=PhaseError,
         )
-        return self._packed(states)
+        return self._packed(self._placed(states))
 
     def _own_state_dict(self) -> tuple[dict[str, Any], dict[Tensor, ShardPart]]:
         """Returns the state on this rank in the layout of `state_dict`, and the parts of
@@ -294,7 +302,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for number, param in zip(numbers, params_of(self), strict=True):
             if number in states:
-                self.state[param] = dict(states.pop(number))
+                self.state[param] = self._part(param, states.pop(number))
                 self._stepped[param] = None
         require(
             not states,
@@ -433,3 +441,25 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             for param, state in states.items()
             if state.keys() - OF_EXACT or (param in self._stepped and param in self.state)
         }
+
+    def _placed(self, states: Mapping[Tensor, ParamState]) -> Mapping[Tensor, ParamState]:
+        """Returns the states with DTensors, on a mesh: tensors with the elements of a parameter
+        are placed as it is."""
+        placed = dict(states)
+        for param in distributed(states):
+            local = local_tensor(param)
+            found = flattened(states[param])
+            # It is of the part of one place, and torch.distributed.checkpoint has one for all.
+            found.pop(MASTER_OF, None)
+            for key, value in found.items():
+                is_tensor = isinstance(value, Tensor)
+                if is_tensor and not is_of_the_whole(key, value, local, self.optimizer_class):
+                    found[key] = placed_like(param, value)
+            placed[param] = nested(found)
+        return placed
+
+    def _part(self, param: Tensor, state: Mapping[str, Any]) -> ParamState:
+        """Returns a loaded state with this rank's part of each DTensor."""
+        if not distributed([param]):
+            return dict(state)
+        return nested({key: part_like(param, value) for key, value in flattened(state).items()})

@@ -206,7 +206,7 @@ def gather_states(
             _gather_owned(sharding, bucket, mine, described, whole)
         else:
             _gather_parts(sharding, bucket, mine, described, whole)
-    return {sharding.params[index]: nested(state) for index, state in whole.items()}
+    return {sharding.held[index]: nested(state) for index, state in whole.items()}
 
 
 def flattened(state: Mapping[str, Any]) -> ParamState:
@@ -254,7 +254,7 @@ def _gather_parts(
         )
         into: dict[int, Tensor] = {}
         for index in indices[key, dtype]:
-            param = sharding.params[index]
+            param = sharding.held[index]
             if param in mine:
                 sharding.parts[param].of_shard(own).copy_(_kept(mine[param][key]))
             if index in whole:
@@ -278,7 +278,7 @@ def _gather_owned(
     assert bucket.owners is not None
     group = sharding.group
     for index, owner in zip(bucket.params, bucket.owners, strict=True):
-        param = sharding.params[index]
+        param = sharding.held[index]
         for key, (kind, dtype, *form) in sorted(described.get(index, {}).items()):
             if kind != _TENSOR:
                 continue

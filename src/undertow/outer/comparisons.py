@@ -12,6 +12,7 @@ from torch import Tensor
 from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.checks import mismatch
 from undertow.engine.params import ModuleParams
+from undertow.mesh.local_tensors import local_tensors
 from undertow.outer.frozen import first_that_differs
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
@@ -51,7 +52,7 @@ class Comparisons:
         frozen = {
             name: param for name, param in self._members.named_params() if id(param) not in known
         }
-        of_frozen = fingerprints(list(frozen.values()), device=device)
+        of_frozen = fingerprints(local_tensors(frozen.values()), device=device)
         of_all = of_frozen.sum().view(1)
         mine = torch.cat([fingerprints(list(values.values()), device=device), of_all])
         what = "the comparison of all ranks' global parameters"
@@ -79,7 +80,10 @@ class Comparisons:
                     first_that_differs(self._all_ranks, compared.frozen)
                     if is_frozen
                     else names[first],
-                    {rank: values[first] for rank, values in enumerate(of_ranks)},
+                    {
+                        rank: values[first]
+                        for rank, values in zip(self._all_ranks.names, of_ranks, strict=True)
+                    },
                     where=f"{kind} parameters, step {step}",
                     remedy=_WRITES_FROZEN if is_frozen else _WRITES,
                 )

@@ -64,7 +64,7 @@ def require_alike(
     require(
         not others,
         f"rank {others} exchanges another fragment than the other replicas.",
-        where=f"{where}, after step {of_ranks[0].step}",
+        where=f"{where}, after step {next(iter(of_ranks.values())).step}",
         remedy="Load a state of model.outer on every rank or on none.",
         error=Desync,
     )

@@ -26,6 +26,7 @@ from undertow.buckets.facts import FactCodec, differing
 from undertow.buckets.fingerprints import fingerprints
 from undertow.device import Accelerator
 from undertow.errors import CheckpointError, require
+from undertow.mesh.local_tensors import local_tensor, placed_like
 from undertow.outer.facts import (
     MODULO,
     REPLICA_FACTS,
@@ -188,8 +189,19 @@ class Fragment:
                 value = torch.empty_like(own).copy_(view)
                 whole = place if isinstance(place, Tensor) else place[0].get(place[1])
                 is_complex = whole is not None and whole.is_complex()
-                return torch.view_as_complex(value) if is_complex else value
+                value = torch.view_as_complex(value) if is_complex else value
+                copy: Tensor = value if whole is None else placed_like(whole, value)
+                return copy
         return None
+
+    def placed(self, flat: Tensor) -> dict[str, Tensor]:
+        """Returns copies of the tensors of `flat` by name, as DTensors on a mesh."""
+        found = {}
+        for name, view in self.named(flat).items():
+            place = self._tensors[name]
+            copy = view.clone()
+            found[name] = placed_like(place, copy) if isinstance(place, Tensor) else copy
+        return found
 
     def take(
         self,
@@ -214,7 +226,7 @@ class Fragment:
         for name, tensor in self._tensors.items():
             own = tensor if isinstance(tensor, Tensor) else tensor[0].get(tensor[1])
             if own is not None:  # a buffer that is gone
-                found[name] = _real(own)
+                found[name] = _real(local_tensor(own))
         return found
 
     def _views(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -465,14 +477,16 @@ class Fragment:
 
 def _fill(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, view in views.items():
+        value = local_tensor(values[name]) if name in values else None
         require(
-            name in values and values[name].numel() == view.numel(),
+            value is not None and value.numel() == view.numel(),
             f"the outer state has no {name!r} of shape {tuple(view.shape)}.",
             where="the global parameters of a saved state",
             remedy="Load the state into the model that has saved it.",
             error=CheckpointError,
         )
-        view.copy_(values[name].view(view.shape))
+        assert value is not None
+        view.copy_(value.view(view.shape))
 
 
 def _are_same_place(place: BufferPlace, key: object) -> bool:

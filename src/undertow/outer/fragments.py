@@ -156,7 +156,7 @@ class Fragments:
         for fragment in self._all:
             flat = flat_of(fragment)
             if flat is not None:
-                found |= {name: view.clone() for name, view in fragment.named(flat).items()}
+                found |= fragment.placed(flat)
         return found
 
 

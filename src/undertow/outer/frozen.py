@@ -11,6 +11,7 @@ from torch import Tensor
 from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.checks import has_bits
 from undertow.engine.params import ModuleParams
+from undertow.mesh.local_tensors import local_tensor
 from undertow.outer.facts import MODULO
 from undertow.ranks.transport import OwnGroup
 
@@ -42,7 +43,7 @@ class Frozen:
         found = {}
         for name, param in self._members.named_params():
             if id(param) not in self.known and param.numel() and has_bits(param):
-                flat = param.detach().reshape(-1)
+                flat = local_tensor(param.detach()).reshape(-1)
                 few = flat[:: max(1, flat.numel() // _MOST_VALUES)]
                 found[name] = few.contiguous().view(torch.uint8)
         return found

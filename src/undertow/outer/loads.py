@@ -11,6 +11,7 @@ from torch import Tensor
 from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.step_events import StepListener
+from undertow.mesh.local_tensors import local_tensors
 
 Values = list[int]  # the fingerprint of each parameter
 
@@ -53,5 +54,5 @@ def values_of(params: Sequence[Tensor]) -> Values:
     """Returns the fingerprints of tensors."""
     if not params:
         return []
-    found: Values = fingerprints(list(params), device=params[0].device).tolist()
+    found: Values = fingerprints(local_tensors(params), device=params[0].device).tolist()
     return found

@@ -100,23 +100,26 @@ def measured_turns(replicas: Replicas, whole: Fragment, *, step_us: float) -> tu
         sizes[layer_of(name)] += view.numel()
     # It may have been switched on after the ranks have met, and first on one of them.
     is_mine = torch.are_deterministic_algorithms_enabled()
-    if any(gather_json(replicas.all_ranks, is_mine, waits_for="the choice of fragments")):
+    # On a mesh all places choose alike: they step on some parameters together.
+    everyone, what = replicas.all_ranks.everyone, "the choice of fragments"
+    if any(gather_json(everyone, is_mine, waits_for=what)):
         reason = "fixed, because torch.use_deterministic_algorithms is on"
         return fixed_turns(replicas.outer, num_layers=len(sizes)), reason
     small_us, large_us = _exchange_us(replicas, _SMALL), _exchange_us(replicas, _LARGE)
-    mine = [step_us, small_us, large_us]
-    found = gather_json(replicas.all_ranks, mine, waits_for="the choice of fragments")
+    mine = [step_us, small_us, large_us, whole.num_bytes, *sizes.values()]
+    found = gather_json(everyone, mine, waits_for=what)
     # The fastest replica, which has the least time, and the slowest link.
     step_us = min(of_rank[0] for of_rank in found)
     small_us = max(of_rank[1] for of_rank in found)
     per_byte_us = max(0.0, max(of_rank[2] for of_rank in found) - small_us) / (_LARGE - _SMALL)
-    all_us = whole.num_bytes * per_byte_us
-    share_us = all_us / max(1, sizes.total())
+    num_bytes, *numels = (max(of_all) for of_all in zip(*(row[3:] for row in found), strict=True))
+    all_us = num_bytes * per_byte_us
+    share_us = all_us / max(1, sum(numels))
     turns = chosen_turns(
         replicas.outer,
         step_us=step_us,
         fixed_us=small_us,
-        layers_us=[numel * share_us for numel in sizes.values()],
+        layers_us=[numel * share_us for numel in numels],
     )
     reason = (
         f"a step takes {step_us / 1e3:.1f} ms, and an exchange of all parameters "

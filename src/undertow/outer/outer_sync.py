@@ -15,13 +15,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from undertow.config import Outer, SyncConfig
 from undertow.engine.engine import Engine
 from undertow.engine.step_events import StepListener, has_closure
-from undertow.errors import PhaseError, require
+from undertow.errors import (
+    Desync,
+    NonFiniteGradient,
+    PhaseError,
+    PlanMismatch,
+    ReplicaMismatch,
+    require,
+)
 from undertow.outer.aside import Aside
 from undertow.outer.comparisons import Comparisons
 from undertow.outer.fragment import BufferPlace, Fragment
@@ -353,10 +361,18 @@ class OuterSync(StepListener):
                 self._has_stepped()
         return found
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _has_stepped(self) -> None:
         """Called after each step that counts."""
+        try:
+            self._exchange()
+        except (Desync, NonFiniteGradient, PlanMismatch, ReplicaMismatch) as error:
+            self.all_ranks.tell_places(error)
+            raise
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Starts and ends the exchanges that are due."""
         step, group = self._steps.num_steps, self.all_ranks
         self._aside.drop()
         self._has_state = False
@@ -399,7 +415,7 @@ class OuterSync(StepListener):
                 is_stopping=self._stop.is_pending,
             )
             if not part.is_read_at_end:  # it has just read the exchange before
-                self._stop.exchange_ends(is_told=part.is_stopping)
+                self._stop.exchange_ends(is_told=self._is_told(part))
             if turns.delay == 0:
                 self._finish(part)
 
@@ -410,11 +426,20 @@ class OuterSync(StepListener):
         self._timings.note_exchange(part, exposed_s=time.perf_counter() - start_s)
         part.step()
         if part.is_read_at_end:
-            self._stop.exchange_ends(is_told=part.is_stopping)
+            self._stop.exchange_ends(is_told=self._is_told(part))
         self.num_synchronizations += 1
         every = self._config.check_replicas_every
         if every is not None and self.num_synchronizations % every == 0:
             self._comparisons.start(part.named(part.values), self._fragments.ids)
+
+    def _is_told(self, part: Fragment) -> bool:
+        """Returns True if a rank has asked all to stop in this exchange: on a mesh at any place."""
+        group = self.all_ranks
+        if not group.is_on_mesh:
+            return part.is_stopping
+        told = torch.tensor(float(part.is_stopping), device=group.device)
+        group.everyone.all_reduce(told, "the requests to stop", dist.ReduceOp.MAX).wait()
+        return bool(told)
 
     # Fragments.
 

@@ -44,13 +44,13 @@ class Replicas:
         self.num_left_out = 0  # exchanges that have left a replica out
 
     def of_ranks(self, codec: FactCodec, told: Tensor) -> dict[int, ReplicaFacts]:
-        """Returns the facts of all ranks, by their places in the group of all.
+        """Returns the facts of all ranks, as errors number them.
 
         told: [ranks of a row * elements of `codec`], on the host
         """
         found = [replica_facts(codec, column) for column in torch.split(told, codec.numel)]
         return {
-            rank: found[column][replica]
+            self.all_ranks.names[rank]: found[column][replica]
             for replica, row in enumerate(self.places)
             for column, rank in enumerate(row)
         }

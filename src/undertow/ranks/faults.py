@@ -18,9 +18,12 @@ from torch import nn
 
 from undertow.errors import (
     READ_MORE,
+    Desync,
     NonFiniteGradient,
     PeerFailed,
+    PlanMismatch,
     RankLost,
+    ReplicaMismatch,
     StallTimeout,
     UndertowError,
 )
@@ -44,7 +47,18 @@ _SAME_CALLS = (
     "Make the call on every rank, not under `if rank == 0`. To save on one rank, every rank "
     "calls consolidate_state_dict() first."
 )
-_KINDS = {kind.__name__: kind for kind in (NonFiniteGradient, PeerFailed, RankLost, StallTimeout)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        Desync,
+        NonFiniteGradient,
+        PeerFailed,
+        PlanMismatch,
+        RankLost,
+        ReplicaMismatch,
+        StallTimeout,
+    )
+}
 # Parts of a file's path, and the activity of a thread that runs its code.
 _ACTIVITIES = {
     "/torch/utils/data/": "loading data",
@@ -181,6 +195,13 @@ def failed(rank: int, error: BaseException) -> Fault:
         f"rank {rank} has failed: {text}",
         f"The step is incomplete on every rank. The traceback is in the log of rank {rank}.",
     )
+
+
+def agreed(error: UndertowError) -> Fault:
+    """An error that some ranks raise together, for others that wait for these."""
+    what, *told = str(error).split("\n  ")
+    remedy = told.pop() if told else ""
+    return Fault(type(error), what, remedy, told="\n  ".join(told))
 
 
 def lost(rank: int) -> Fault:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.device import device_of
-from undertow.errors import PhaseError
+from undertow.errors import PhaseError, UndertowError
 from undertow.ranks import faults, patience
 from undertow.ranks.descriptors import require_descriptors
 from undertow.ranks.faults import Activity, raised
@@ -71,6 +71,8 @@ class OwnGroup:
         # the ranks that must agree on the model
         self.everyone: OwnGroup = within if within is not None and is_axis else self
         self.here: Activity = Activity() if self.everyone is self else self.everyone.here
+        # the ranks that choose plans together: of a mesh all, if places have parts of equal sizes
+        self.deciding: OwnGroup = self
         # of the user's, for the other axes of a mesh: a fault ends waits over them too
         self.others: Sequence[weakref.ref[dist.ProcessGroup]] = ()
         # communication hooks and torch's join, as long as they use the user's group
@@ -86,7 +88,8 @@ class OwnGroup:
         """Its ranks as errors number them: by their places in the group that it is within."""
         if self._within is None:
             return range(self.num_ranks)
-        return list(map(self._within.user.ranks.index, self.user.ranks))
+        places = map(self._within.user.ranks.index, self.user.ranks)
+        return [self._within.names[place] for place in places]
 
     @property
     def is_on_mesh(self) -> bool:
@@ -169,6 +172,12 @@ class OwnGroup:
         here = self.watch.here
         if here is not None:
             here.makes_call(name, self._callers)
+
+    def tell_places(self, error: UndertowError) -> None:
+        """Called before an error that all ranks of this data axis raise: the ranks at other places
+        of a mesh wait for these in their next layer, and raise it too."""
+        if self.is_on_mesh and not self.is_broken:
+            self.everyone.watch.fail(faults.agreed(error))
 
     def waiting(self, what: str = "") -> contextlib.AbstractContextManager[object]:
         """Context for waiting for other ranks; if one is gone, the error says so."""

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from undertow.buckets.bucket import LiveBucket
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.errors import PhaseError, UndertowError, require
+from undertow.mesh.local_tensors import awaited_members, local_tensors
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.handle import Handle
 from undertow.ranks.threads import WorkerThread
@@ -120,6 +121,7 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
             "__deepcopy__": private.untraced(deep_copy),
             "__reduce_ex__": reduce,
             "arrived_class": kind,
+            **awaited_members(kind, lambda param: arrive(type(param), param)),
         },
     )
 
@@ -147,6 +149,13 @@ def _is_parameter_made() -> bool:
 def _let_read(param: Tensor) -> None:
     """Gives a parameter its own class back."""
     param.__class__ = getattr(type(param), "arrived_class", type(param))
+
+
+def _count_write(params: Sequence[Tensor]) -> None:
+    """Makes autograd detect a parameter that was saved for a backward before this."""
+    increment_version(params)
+    # of the parts too, which a forward may have read by themselves
+    increment_version(local_tensors(params))
 
 
 class Gathers:
@@ -184,7 +193,7 @@ class Gathers:
         """Sends this rank's shard of a bucket to all others, and receives theirs."""
         bucket = live.spec.index
         flat = self.flats[bucket]
-        increment_version(flat.params)
+        _count_write(flat.params)
         if flat.flat.numel() == 0:
             return
         parcel = flat.parcel
@@ -239,7 +248,7 @@ class Gathers:
             with self._lock:
                 if self.in_flight.get(bucket) is handle:
                     # Again, so that a forward that has read too early fails in its backward.
-                    increment_version(self.flats[bucket].params)
+                    _count_write(self.flats[bucket].params)
                     self._release(bucket)
                     # Last, so that after Ctrl-C the next wait does all of this again.
                     self.in_flight.pop(bucket, None)

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from undertow.buckets.memory import strides_of_gradient
 from undertow.device import device_of
+from undertow.mesh.local_tensors import addresses, local_tensor, local_tensors
 from undertow.plan import Bucket, Slot
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.parcels import Encoded
@@ -55,9 +56,14 @@ class _ParamMemory:
     """One parameter in `flat`."""
 
     part: ShardPart
-    param: Tensor
-    memory: Tensor  # [param.numel()] of `flat`
+    held: Tensor  # as the user holds it
+    memory: Tensor  # [numel] of `flat`
     strides: tuple[int, ...]  # of the parameter's memory order
+
+    @property
+    def param(self) -> Tensor:
+        """The tensor on this rank; on a mesh it may be replaced."""
+        return local_tensor(self.held)
 
     def read(self, elements: slice) -> None:
         """Copies elements from the parameter, which has separate memory."""
@@ -65,10 +71,11 @@ class _ParamMemory:
 
     def write(self) -> None:
         """Copies all of it to the parameter, which has separate memory."""
-        values = in_memory_order(self.param, self.strides)
+        param = self.param
+        values = in_memory_order(param, self.strides)
         values.copy_(self.memory)
-        if self.param.stride() != self.strides:  # `values` is a copy
-            self.param.copy_(values.as_strided(self.param.shape, self.strides))
+        if param.stride() != self.strides:  # `values` is a copy
+            param.copy_(values.as_strided(param.shape, self.strides))
 
     def moves_in(self) -> bool:
         """Gives the whole parameter its place in `flat`, unless other code refers to its memory.
@@ -130,7 +137,7 @@ class FlatParams:
                 _part_of(bucket, slot, shard, owner),
                 param,
                 self.flat[slot.start : slot.stop],
-                strides_of_gradient(param),
+                strides_of_gradient(local_tensor(param)),
             )
             for slot, param, owner in zip(bucket.slots, params, owners, strict=True)
         ]
@@ -161,10 +168,10 @@ class FlatParams:
         """Takes over values written from outside, in new memory (`param.data = ...`) or in the
         separate memory of parameters."""
         # Other code may have released the memory of those that are apart.
-        if self._apart or list(map(Tensor.data_ptr, self.params)) != self._pointers:
+        if self._apart or addresses(self.params) != self._pointers:
             self._apart = [slot for slot in self._slots if not slot.moves_in()]
-            self._pointers = list(map(Tensor.data_ptr, self.params))
-            self._storages = [param.untyped_storage() for param in self.params]
+            self._pointers = addresses(self.params)
+            self._storages = [param.untyped_storage() for param in local_tensors(self.params)]
             self.addresses = private.addresses_of(self._storages)
         for slot in self._apart:
             # The next gather brings the other ranks' parts, or differences to add to these.

@@ -16,6 +16,14 @@ from undertow.buckets.memory import BucketMemory, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import refused
 from undertow.errors import ConfigError, PhaseError, require
+from undertow.mesh.local_tensors import (
+    let_go_of_memory,
+    local_gradient,
+    local_params,
+    local_tensors,
+    parameter_of,
+    placed_like,
+)
 from undertow.plan import Bucket, Plan
 from undertow.plan.layout import round_up
 from undertow.ranks.exchanges import accumulation_dtype
@@ -35,7 +43,7 @@ class Sharding(Layout):
     """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
     `flats` is the memory of each bucket, and `parts` has this rank's part of each parameter, which
-    may be empty.
+    may be empty. `params` are as buckets hold them, and `held` as users do: others on a mesh.
     """
 
     def __init__(
@@ -50,12 +58,14 @@ class Sharding(Layout):
         super().__init__(groups.shard.group)  # the ranks with the other shards of this replica
         self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
         self.exchanges = groups.axes
+        let_go_of_memory(params)  # it moves
+        self.held = tuple(map(parameter_of, params))
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
         self.strides = [strides_of_gradient(param) for param in params]
         self.flats = [
             FlatParams(
                 bucket,
-                [params[index] for index in bucket.params],
+                [self.held[index] for index in bucket.params],
                 rank=self.group.rank,
                 num_ranks=plan.num_ranks,
                 num_shards=self.group.num_ranks,
@@ -63,7 +73,7 @@ class Sharding(Layout):
             )
             for bucket in plan.buckets
         ]
-        self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
+        self.parts: dict[Tensor, ShardPart] = {}  # by identity of the held parameter
         for flat in self.flats:
             self.parts.update(zip(flat.params, flat.parts, strict=True))
         self._gradients: list[ShardedGradients] = []  # of each bucket; a single rank has none
@@ -100,7 +110,8 @@ class Sharding(Layout):
 
         Raises PhaseError if ranks have shards of one of them.
         """
-        for name, param in named_params:
+        for name, held in named_params:
+            (param,) = local_params([held])
             grad = param.grad
             if not isinstance(grad, GradientPlaceholder):
                 continue
@@ -142,8 +153,8 @@ class Sharding(Layout):
             if grad is None or isinstance(grad, GradientPlaceholder):
                 continue
             param, placeholder = self.params[index], self._placeholders[index]
-            part = self.parts[param]
-            if id(param) in own:
+            part = self.parts[self.held[index]]
+            if id(self.held[index]) in own:
                 placeholder.bind_to(param)
                 placeholder.is_cleared, placeholder.added = True, grad
                 continue
@@ -185,7 +196,7 @@ class Sharding(Layout):
         placeholder.bind_to(param)
         placeholder.added, placeholder.is_cleared = grad.added, grad.is_cleared
         if whole is not None:
-            part = self.parts[param]
+            part = self.parts[self.held[index]]
             values = in_memory_order(whole.as_strided(param.shape, strides), self.strides[index])
             placeholder.part.copy_(values[part.start : part.stop])
 
@@ -194,7 +205,7 @@ class Sharding(Layout):
         the wide dtype"""
         found: list[Tensor | None] = []
         for param in params:
-            grad = param.grad
+            grad = local_gradient(param)
             if isinstance(grad, GradientPlaceholder):
                 grad = torch.zeros_like(grad.part) if grad.is_cleared else grad.part
             elif grad is not None:  # on a single rank
@@ -211,7 +222,7 @@ class Sharding(Layout):
         frozen when gradients were synchronized.
         """
         for param in params:
-            grad = param.grad
+            grad = local_gradient(param)
             if isinstance(grad, GradientPlaceholder):
                 if grad.added is None:
                     continue
@@ -246,17 +257,19 @@ class Sharding(Layout):
 
         A collective call.
         """
-        grad = param.grad
+        grad = local_gradient(param)
         if not isinstance(grad, GradientPlaceholder):
-            return grad
+            return param.grad
         part = self.parts[param]
         wide = accumulation_dtype(param.dtype)
-        whole = torch.zeros(param.numel(), dtype=wide, device=param.device)
+        whole = torch.zeros(grad.numel(), dtype=wide, device=param.device)
         if not grad.is_cleared:
             bucket = self.plan.buckets[part.bucket]
             own = self._gradients[bucket.index].shard
             self.gather_whole(bucket, own, {part.param: whole})
-        return whole.as_strided(param.shape, self.strides[part.param]).to(grad.dtype)
+        whole = whole.as_strided(grad.shape, self.strides[part.param]).to(grad.dtype)
+        placed: Tensor = placed_like(param, whole)
+        return placed
 
     def gather_whole(self, bucket: Bucket, own: Tensor, into: Mapping[int, Tensor]) -> None:
         """Writes all ranks' shards of data in that bucket's layout into whole tensors.
@@ -288,7 +301,7 @@ def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
     # Of two parameters that share memory, each would be updated as if it were alone.
     places = sorted(
         (param.data_ptr(), param.nbytes, index)
-        for index, param in enumerate(params)
+        for index, param in enumerate(local_tensors(params))
         if param.nbytes
     )
     for (start, num_bytes, first), (following, _, second) in pairwise(places):

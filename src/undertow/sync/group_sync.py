@@ -8,13 +8,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from undertow.buckets.recorder import Recorder
-from undertow.config import SyncConfig, refused
+from undertow.config import SyncConfig
 from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
@@ -24,8 +26,7 @@ from undertow.engine.step_events import StepEvents
 from undertow.engine.steps import EngineSteps
 from undertow.engine.stop import StopRequest
 from undertow.errors import PhaseError, require
-from undertow.mesh.axes import everyone, other_groups
-from undertow.mesh.local_tensors import distributed
+from undertow.mesh.axes import are_even, everyone, other_groups, replica_of, require_fits_replicas
 from undertow.outer.outer_sync import OuterSync
 from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef
@@ -64,17 +65,7 @@ class GroupSync:
             group.require_device(device)
         self.all_ranks: OwnGroup  # that train the model; with `outer`, of all replicas
         self.attached = contextlib.ExitStack()  # ends by `close`
-        if config.outer is not None:  # the engine synchronizes within a replica
-            within = self.all_ranks = OwnGroup(group, device=device, limits=config)
-            self.attached.callback(within.close)
-            group = group.replica()
-        mesh = mesh_group(members, group, config)
-        if mesh is not None:
-            within = mesh
-            self.attached.callback(mesh.close)
-        own = self.group = OwnGroup(
-            group, device=device, limits=config, within=within, is_axis=mesh is not None
-        )
+        own = self.group = self._opened_with(group, device, within)
         if config.outer is None:
             self.all_ranks = own
         own.here.module = weakref.ref(module)
@@ -102,6 +93,34 @@ class GroupSync:
         if write_trace is not None:
             self.attached.callback(write_trace)
         self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def _opened_with(
+        self, group: GroupRef, device: torch.device, within: OwnGroup | None
+    ) -> OwnGroup:
+        """Returns the group that the engine synchronizes. Makes the groups around it, which it
+        opens: of all replicas, and of the ranks at all places of a mesh."""
+        params = [param for _, param in self.members.named_params()]
+        mesh = mesh_group(self.members, group, self.config)
+        make = partial(OwnGroup, device=device, limits=self.config)
+        if mesh is not None:
+            within = mesh
+            self.attached.callback(mesh.close)
+        if self.config.outer is not None:  # the engine synchronizes within a replica
+            named_params = self.members.named_params()
+            require_fits_replicas(self.module, named_params, group.ranks, has_rows=bool(group.rows))
+            within = self.all_ranks = make(group, within=mesh, is_axis=mesh is not None)
+            self.attached.callback(within.close)
+            if mesh is not None:
+                # at all places: these ranks must agree in each step
+                ranks = replica_of(params, group.ranks, group.ranks[group.rank])
+                replica = GroupRef(ranks, group.backend, group.timeout)
+                within = make(replica, within=mesh)
+                self.attached.callback(within.close)
+            group = group.replica()
+        own = make(group, within=within, is_axis=mesh is not None)
+        if own.is_on_mesh and are_even(params):
+            own.deciding = own.everyone
+        return own
 
     def close_with(self, owner: object) -> None:
         """Closes this when the last reference to `owner` is gone, if not before.
@@ -227,8 +246,6 @@ class GroupSync:
         ranks give different `settings`.
         """
         self.require_open("ShardedOptimizer")
-        if distributed(param for _, param in self.members.named_params()):
-            raise refused("shards", "tensor_parallel", where=f"ShardedOptimizer, rank {self.rank}")
         require_outside_of_backward(
             "ShardedOptimizer()",
             where=f"rank {self.rank}",

@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,35 @@ def is_dtensor(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_class_of_dtensors(kind: type) -> bool:
+    """Returns True for the class DTensor and its subclasses."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and issubclass(kind, module.DTensor)
+
+
 def local_of(dtensor: Any) -> Tensor:
     """Returns the tensor itself that a DTensor holds on this rank, without a node for autograd.
 
-    Waits for a collective that is still writing it.
+    Waits for a collective that is still writing it, and not for `watched_part`.
     """
-    local: Tensor = dtensor._local_tensor
+    local: Tensor = sys.modules[_MODULE].DTensor._local_tensor.__get__(dtensor)
     # The class of results of functional collectives; a plain tensor has arrived.
     if type(local) is not Tensor and hasattr(local, "wait"):
         local = local.wait()
     return local
+
+
+def watched_part(arrive: Callable[[Any], object]) -> dict[str, Any]:
+    """Returns members of a subclass of DTensor: a read of the part calls `arrive` first. Torch's
+    own methods, such as `to_local` and `full_tensor`, and its dispatch read it so."""
+    slot = sys.modules[_MODULE].DTensor._local_tensor
+
+    def get(dtensor: Any) -> Tensor:
+        arrive(dtensor)
+        local: Tensor = slot.__get__(dtensor)
+        return local
+
+    return {"_local_tensor": property(get, slot.__set__)}
 
 
 def dtensor_of(local: Tensor, spec: Any) -> Tensor:

@@ -47,6 +47,16 @@ def shards_of(group: Any) -> dist.ProcessGroup:
     return found
 
 
+def numels_of(group: Any) -> list[int]:
+    """Returns the elements of each parameter of a group in its messages, with padding."""
+    return [fsdp_param.padded_sharded_param_size.numel() for fsdp_param in group.fsdp_params]
+
+
+def is_offloaded(group: Any) -> bool:
+    """Returns True if parameters of a group stay in host memory, under `CPUOffloadPolicy`."""
+    return any(fsdp_param.offload_to_cpu for fsdp_param in group.fsdp_params)
+
+
 def has_own_divisor(group: Any) -> bool:
     """Returns True after `set_gradient_divide_factor`."""
     return group.gradient_divide_factor is not None
@@ -57,8 +67,11 @@ def all_reduces(group: Any) -> bool:
     return bool(group.all_reduce_grads)
 
 
-def take_over(module: Any, reduce: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Calls `reduce` with the shards of the module's gradients, in one tensor, in each backward.
+def take_over(
+    module: Any, reduce: Callable[[Tensor], None], *, refuse: Callable[[float], object]
+) -> Callable[[], None]:
+    """Calls `reduce` with the shards of the module's gradients, in one tensor, in each backward,
+    and `refuse` in place of the module's `set_gradient_divide_factor`.
 
     Torch no longer averages them over replicas. Returns a function that undoes this. Raises
     ValueError for a module whose parameters have several meshes.
@@ -66,6 +79,7 @@ def take_over(module: Any, reduce: Callable[[Tensor], None]) -> Callable[[], Non
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
     module.set_all_reduce_hook(reduce)
+    module.set_gradient_divide_factor = refuse
     before = [
         (group, group.mesh_info, group.post_forward_mesh_info) for group in param_groups(module)
     ]
@@ -83,6 +97,7 @@ def take_over(module: Any, reduce: Callable[[Tensor], None]) -> Callable[[], Non
                 group.post_forward_mesh_info = group.mesh_info
 
     def undo() -> None:
+        del module.set_gradient_divide_factor
         for group, info, after_forward in before:
             group.mesh_info, group.post_forward_mesh_info = info, after_forward
             group._all_reduce_hook = None

@@ -204,6 +204,16 @@ def counter_of_uses(tensor: torch.Tensor) -> Callable[[], int]:
     return partial(torch._C._storage_Use_Count, tensor.untyped_storage()._cdata)
 
 
+def free_memory(tensor: torch.Tensor) -> None:
+    """Frees a tensor's memory, or its share of it; shape and strides stay. It must not be read."""
+    if tensor.untyped_storage().nbytes():
+        empty = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        empty.untyped_storage().resize_(0)
+        tensor.data = empty
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Returns False for a wrapper subclass, which only refers to other tensors."""
     with as_plain_tensors():

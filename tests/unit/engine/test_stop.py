@@ -55,7 +55,7 @@ def followed(asking: dict[int, int], delays: tuple[int, ...]) -> list[int]:
     else so many rounds later.
     """
     group = SimpleNamespace(names=range(len(delays)), name=0, hardware=SimpleNamespace(is_host=False))
-    requests = [StopRequest(group, is_of_replica=False) for _ in delays]  # type: ignore[arg-type]
+    requests = [StopRequest(group, is_told_elsewhere=False) for _ in delays]  # type: ignore[arg-type]
     unread: list[list[tuple[int, Reading]]] = [[] for _ in delays]
     found = [-1 for _ in delays]
     for number in range(20):
@@ -89,7 +89,7 @@ def test_a_step_that_is_longer_than_the_grace_warns_once(monkeypatch: pytest.Mon
     now = [100.0]
     monkeypatch.setattr("undertow.engine.stop.time.monotonic", lambda: now[0])
     group = SimpleNamespace(names=range(2), name=1, hardware=SimpleNamespace(is_host=True))
-    request = StopRequest(group, is_of_replica=False)  # type: ignore[arg-type]
+    request = StopRequest(group, is_told_elsewhere=False)  # type: ignore[arg-type]
     request.follow_grace(60.0)
     now[0] += 60.0
     request.round_ends(Findings())

@@ -1,6 +1,6 @@
 """The private parts of DTensors, meshes and FSDP2, on one rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,11 +8,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from undertow.mesh.local_tensors import LocalParam, local_params
-from undertow.torch_private import dtensors, fsdp
+from undertow.mesh.axes import MeshPlace, place_of
+from undertow.mesh.local_tensors import (
+    LocalParam,
+    awaited_members,
+    let_go_of_memory,
+    local_params,
+    local_tensor,
+    part_like,
+    placed_like,
+)
+from undertow.torch_private import dtensors, fsdp, private
 
 
 @pytest.fixture
@@ -55,12 +64,16 @@ def test_the_average_across_replicas_is_taken_over_and_given_back(mesh: DeviceMe
     assert (fsdp.is_sharded(group), fsdp.has_own_divisor(group), fsdp.all_reduces(group)) == (True, False, True)
     replicas = fsdp.replicas_of(group)
     assert replicas is mesh.get_group("dp")
-    undo = fsdp.take_over(net, lambda values: seen.append(values.numel()))
+    undo = fsdp.take_over(net, lambda values: seen.append(values.numel()), refuse=lambda factor: seen.append(int(factor)))
+    net.set_gradient_divide_factor(2.0)
+    assert (seen.pop(), fsdp.has_own_divisor(group)) == (2, False)
     net(torch.ones(1, 2)).sum().backward()
     assert (seen, fsdp.replicas_of(group), fsdp.shards_of(group)) == ([6], None, mesh.get_group("tp"))
     undo()
     net(torch.ones(1, 2)).sum().backward()
     assert (seen, fsdp.replicas_of(group)) == ([6], replicas)
+    net.set_gradient_divide_factor(2.0)
+    assert fsdp.has_own_divisor(group)
 
 
 def test_a_module_of_replicate_has_no_shards(mesh: DeviceMesh) -> None:
@@ -93,3 +106,66 @@ def test_a_gradient_of_other_placements_is_refused_by_name(mesh: DeviceMesh) -> 
     param.grad = distribute_tensor(torch.ones(4, 2), mesh["tp"], [Replicate()])
     with pytest.raises(ValueError, match=r"a gradient has the placements R, and its parameter has S\(0\)"):
         _ = local.grad
+
+
+def test_a_local_parameter_lets_go_of_the_memory_and_keeps_its_layout(mesh: DeviceMesh) -> None:
+    param = parameter(mesh, torch.ones(4, 2))
+    (local,) = local_params([param])
+    storages = [param.to_local().untyped_storage()]
+    assert private.are_shared(private.addresses_of(storages))
+    let_go_of_memory([local])
+    assert not private.are_shared(private.addresses_of(storages))
+    assert (local.shape, local.stride(), local.untyped_storage().nbytes()) == ((4, 2), (2, 1), 0)
+    assert torch.equal(local_tensor(local), torch.ones(4, 2))
+    set_before = local.grad
+    local.grad = torch.zeros(4, 2)
+    assert (set_before, param.grad.placements) == (None, param.placements)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda param: param.to_local(),
+        lambda param: param.full_tensor(),
+        lambda param: param.redistribute(placements=[Replicate()]),
+    ],
+)
+def test_python_code_of_a_dtensor_that_reads_its_part_waits_first(mesh: DeviceMesh, read: Callable[[DTensor], object]) -> None:
+    param, arrived = parameter(mesh, torch.ones(4, 2)), list[DTensor]()
+
+    def arrive(tensor: DTensor) -> None:
+        arrived.append(tensor)
+        tensor.__class__ = DTensor
+
+    param.__class__ = type(DTensor)("Awaited", (DTensor,), awaited_members(DTensor, arrive))
+    assert local_tensor(param).shape == (4, 2)  # the library's own look does not wait
+    assert not arrived
+    read(param)
+    assert len(arrived) == 1
+    assert arrived[0] is param
+    assert awaited_members(nn.Parameter, arrive) == {}
+
+
+def test_a_value_becomes_a_dtensor_like_its_parameter_and_a_part_again(mesh: DeviceMesh) -> None:
+    param, part = parameter(mesh, torch.ones(4, 2)), torch.zeros(4, 2)
+    made = placed_like(param, part)
+    assert isinstance(made, DTensor)
+    assert (made.placements, part_like(param, made) is part) == (param.placements, True)
+    step = torch.tensor(3.0)
+    assert placed_like(param, step) is step
+    with pytest.raises(ValueError, match=r"a state has the placements R on mesh axis 'tp', and its parameter has S\(0\)"):
+        part_like(param, distribute_tensor(torch.ones(4, 2), mesh["tp"], [Replicate()]))
+
+
+def test_places_are_told_by_the_axes_over_which_parameters_are_cut(mesh: DeviceMesh) -> None:
+    whole = nn.Parameter(distribute_tensor(torch.ones(3), mesh["tp"], [Replicate()]))
+    assert place_of([nn.Parameter(torch.ones(1)), whole]) == MeshPlace()
+    assert place_of([whole, parameter(mesh, torch.ones(4, 2))]) == MeshPlace((("tp", 1),), 0)
+
+
+def test_a_message_of_fully_shard_has_its_parameters_one_after_another(mesh: DeviceMesh) -> None:
+    net = fully_shard(nn.Linear(2, 3), mesh=mesh["dp"])
+    (group,) = fsdp.param_groups(net)
+    assert (fsdp.numels_of(group), fsdp.is_offloaded(group)) == ([6, 3], False)
+    net = fully_shard(nn.Linear(2, 3), mesh=mesh["dp"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert fsdp.is_offloaded(fsdp.param_groups(net)[0])
