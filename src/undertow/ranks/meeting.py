@@ -165,8 +165,9 @@ class _LastArrival:
         self.is_awaited = False
         # torch's own stores can be cloned, but a user's may not
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+            own: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
             thread = threading.Thread(
-                target=self._wait, args=(store.clone(), key), name="undertow-meets", daemon=True
+                target=self._wait, args=(own, key), name="undertow-meets", daemon=True
             )
             thread.start()
             self.is_awaited = True
