@@ -416,7 +416,7 @@ ON_ONE_AXIS: dict[str, tuple[Callable[[DistributedDataParallel], None], type[Und
 
 
 @pytest.mark.parametrize("what", ON_ONE_AXIS)
-@ON_A_MESH
+@in_ranks(4, is_fresh=True, timeout_s=240.0)  # an error on one axis cuts the other one's messages
 def test_a_difference_on_one_data_axis_is_told_to_the_other_one_too(what: str) -> None:
     change, error, text = ON_ONE_AXIS[what]
     with on_mesh(check_replicas_every=1) as (mesh, model, _):
