@@ -36,8 +36,8 @@ class Question:
         str | None,
         option(
             'Network of every rank: "100gbit", or with a latency "100gbit,5us". With --per-node, '
-            "each rank's share of the network card: 1.25gbit for 8 ranks on 10 Gb/s. Without it, the "
-            "measured costs of the profile."
+            "each rank's share of the network card: 1.25gbit for 8 ranks on 10 Gb/s. Without "
+            "--link, the measured costs of the profile."
         ),
     ] = None
     per_node: Annotated[
