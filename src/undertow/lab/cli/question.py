@@ -35,13 +35,14 @@ class Question:
     link: Annotated[
         str | None,
         option(
-            'Network of every rank: "100gbit", or with a latency "100gbit,5us"; without it, the '
-            "measured costs of the profile."
+            'Network of every rank: "100gbit", or with a latency "100gbit,5us". With --per-node, '
+            "each rank's share of the network card: 1.25gbit for 8 ranks on 10 Gb/s. Without "
+            "--link, the measured costs of the profile."
         ),
     ] = None
     per_node: Annotated[
         int | None,
-        option("Ranks per node; without it, each on its own."),
+        option("Ranks per node, which share its network card; without it, each on its own."),
     ] = None
     node_link: Annotated[
         str | None,
