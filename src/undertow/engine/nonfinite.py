@@ -108,7 +108,9 @@ class NonFinite:
             self._finding = _finding_of(ended, plan)
             self._is_judged = False
         elif not ended.found.keeps_earlier:
+            # Judged again: the next finding may be of another place of a mesh, which brings it.
             self._finding = None
+            self._is_judged = False
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Returns True if the coming step of `optimizer` is to change nothing.
