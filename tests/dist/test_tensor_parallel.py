@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -397,6 +398,58 @@ def test_a_replica_that_trains_alone_skips_a_step_at_all_of_its_places() -> None
         optimizer.step()  # the next step is sound again
         optimizer.zero_grad()
         assert not are_same(model.module, bare)
+
+
+@ON_A_MESH
+def test_a_replica_that_is_not_finite_at_one_place_is_left_out_at_all() -> None:
+    """Else a parameter that all places hold would be a mean of other replicas at each of them."""
+    with on_mesh(outer=Outer(every=2, fragments=1, delay=0), nonfinite="skip") as (mesh, model, _):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            model(tokens(step, mesh["dp"].get_local_rank())).backward()
+            if step == 1 and dist.get_rank() == 3:
+                with torch.no_grad():
+                    model.module.blocks[0].mlp.up.weight.to_local().fill_(torch.nan)
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, param in model.module.named_parameters():
+            assert isinstance(param, DTensor)
+            assert param.to_local().isfinite().all(), name
+            if param.placements[0].is_replicate():
+                first = param.to_local().clone()
+                dist.broadcast(first, src=0)
+                assert torch.equal(first, param.to_local()), name
+        assert model.outer.report().num_left_out == 1
+
+
+@pytest.mark.parametrize("ranks", [{3}, {2, 3}], ids=["at one place", "at all places"])
+@ON_A_MESH
+def test_frozen_values_that_differ_between_replicas_are_told_where_they_do(ranks: set[int]) -> None:
+    """Other places have other parts, which are no difference between replicas."""
+    with mesh_of_four() as mesh:
+        net = gpt(mesh)
+        alike, other = net.blocks[0].mlp.down, net.blocks[1].mlp.up
+        for part in (alike, other):
+            part.requires_grad_(False)
+        config = SyncConfig(outer=Outer(every=1, fragments=1, delay=0))
+        model = DistributedDataParallel(net, device_mesh=mesh["dp"], config=config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if dist.get_rank() in ranks:
+            with torch.no_grad():
+                other.weight.to_local().add_(1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                model(tokens(step, mesh["dp"].get_local_rank())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        told = [str(each.message) for each in caught if "frozen" in str(each.message)]
+        is_told = any(rank % 2 == dist.get_rank() % 2 for rank in ranks)
+        assert len(told) == is_told
+        for text in told:
+            assert text.startswith("replicas have different values of the frozen parameter 'blocks.1.mlp.up.weight', which ")
+            assert f"\n  exchange of fragment 0, after step 1, rank {dist.get_rank()}\n" in text
+        model.close()
 
 
 def are_same(ours: nn.Module, reference: nn.Module) -> bool:

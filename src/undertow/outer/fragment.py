@@ -126,6 +126,10 @@ class Fragment:
         self._share = slice(start, start + share)
         # The largest absolute value of each parameter that arrives as a finite one.
         wide, narrow = torch.finfo(dtype).max, math.inf if wire is None else wire.largest
+        if replicas.leaves_out_together:
+            # So small that no mean overflows: it would become zero at one place only. Twice as
+            # small, because sums round.
+            wide /= 2 * num_replicas
         self._largest = {
             name: min(wide, narrow) if place.start < narrow_numel else wide
             for name, place in self._places.items()
@@ -276,6 +280,7 @@ class Fragment:
             given = self.values[self._places[name]].view(view.shape).to(tensor.dtype)
             torch.sub(given, view, out=view)
         bad = self._not_finite(whole)
+        replicas.agree_on(bad)
         if not column.hardware.is_host or bad:
             whole[: self._params_numel].masked_fill_(bad > 0, 0.0)
             whole[self._params_numel : self._stop].masked_fill_(bad > 0, torch.nan)
@@ -424,7 +429,8 @@ class Fragment:
         self.is_stopping = any(facts.stopping for facts in of_ranks.values())
         require_alike(of_ranks, replicas.settings, replicas.all_ranks, fragment=self.index)
         if differing({rank: facts.frozen for rank, facts in of_ranks.items()}):
-            where = f"exchange of fragment {self.index}, after step {of_ranks[0].step}"
+            step = next(iter(of_ranks.values())).step
+            where = f"exchange of fragment {self.index}, after step {step}"
             replicas.frozen.tell(replicas.all_ranks, where=where)
         error = not_finite(of_ranks, list(self._places), fragment=self.index)
         if error is None and values[-1]:

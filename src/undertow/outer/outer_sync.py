@@ -238,6 +238,7 @@ class OuterSync(StepListener):
             places=self.places,
             settings=self._steps.settings,
             frozen=self._frozen,
+            parts=engine.current_plan.group.everyone if group.is_on_mesh else None,
         )
         is_of_copy = self._copied is not None and self.loads.follow() in (
             None,

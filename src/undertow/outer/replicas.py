@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from undertow.buckets.facts import FactCodec
@@ -22,7 +23,8 @@ class Replicas:
 
     `places` has the ranks of each replica, as places in the group of all ranks. `exchanges` leave
     the division of a mean to the parcels. `leaves_out`: a replica that is not finite is left out,
-    else it is an error.
+    else it is an error. `parts`: beside tensor parallelism, the ranks that hold this replica
+    together.
     """
 
     def __init__(  # noqa: PLR0913  # what a fragment needs to know of its surroundings
@@ -36,11 +38,13 @@ class Replicas:
         settings: StepSettings,
         frozen: Frozen,
         leaves_out: bool,
+        parts: OwnGroup | None = None,
     ) -> None:
         self.all_ranks, self.exchanges, self.row, self.outer = all_ranks, exchanges, row, outer
         self.column = exchanges.group
         self.places, self.settings, self.frozen = places, settings, frozen
         self.leaves_out = leaves_out
+        self._parts = parts if leaves_out else None
         self.num_left_out = 0  # exchanges that have left a replica out
 
     def of_ranks(self, codec: FactCodec, told: Tensor) -> dict[int, ReplicaFacts]:
@@ -54,6 +58,19 @@ class Replicas:
             for replica, row in enumerate(self.places)
             for column, rank in enumerate(row)
         }
+
+    @property
+    def leaves_out_together(self) -> bool:
+        """True if the ranks that hold a replica together must agree to leave it out: a parameter
+        that all of them have whole would get different means."""
+        return self._parts is not None
+
+    def agree_on(self, bad: Tensor) -> None:
+        """Writes the largest value of the ranks that hold this replica together into `bad`; a
+        collective call if they leave it out together."""
+        if self._parts is not None:
+            what = "whether all parts of the replica are finite"
+            self._parts.all_reduce(bad, what, dist.ReduceOp.MAX).wait()
 
     def close(self) -> None:
         self.exchanges.close()
@@ -69,6 +86,7 @@ def open_replicas(
     places: list[list[int]],
     settings: StepSettings,
     frozen: Frozen,
+    parts: OwnGroup | None,
 ) -> Replicas:
     """Opens the groups of the replicas; a collective call."""
     assert config.outer is not None  # else there are no replicas
@@ -89,4 +107,5 @@ def open_replicas(
         settings=settings,
         frozen=frozen,
         leaves_out=config.nonfinite == "skip",
+        parts=parts,
     )
