@@ -318,6 +318,32 @@ def test_a_copy_of_a_mesh_trains_on_without_the_others(tmp_path: Path) -> None:
             made.close()
 
 
+class Fails(Net):
+    """A model with a state of its own, which rank 3 cannot give."""
+
+    def get_extra_state(self) -> str:
+        if dist.get_rank() == 3:
+            raise ValueError("no state")
+        return "state"
+
+    def set_extra_state(self, state: str) -> None:
+        pass
+
+
+@in_ranks(4)
+@pytest.mark.parametrize("what", ["extra", "model"])
+def test_a_save_that_one_rank_of_a_row_cannot_begin_is_an_error_on_every_rank(what: str, tmp_path: Path) -> None:
+    """The state of an exchange on its way is gathered over the row: all ranks ask for it, or none."""
+    outer = Outer(every=2, fragments=1, delay=1)
+    with mesh_of(2, 2) as mesh, replica(Fails() if what == "model" else net(), outer, device_mesh=mesh) as ddp:
+        optimizer = adamw(ddp)
+        train(ddp, optimizer, range(2))
+        extra = {1, 2} if what == "extra" and dist.get_rank() == 3 else 1
+        text = text_of(CheckpointError, lambda: save_checkpoint(tmp_path / "a", ddp, optimizer, extra=extra))
+        assert ("extra cannot be stored as JSON: {1, 2}." if what == "extra" else "ValueError: no state") in text
+        train(ddp, optimizer, range(2, 5))
+
+
 def global_values(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     with ddp.outer.synchronized():
         return values_of(ddp.module)

@@ -343,3 +343,16 @@ def test_a_checkpoint_of_another_size_of_the_axis_or_with_a_part_missing_is_an_e
         assert "notes.txt is not part of a checkpoint" in text_of(
             CheckpointError, lambda: save_checkpoint(tmp_path / "two", model, optimizer)
         )
+
+
+@ON_A_MESH
+def test_a_setting_that_json_cannot_store_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """Only the first rank of each place makes the text: the others must not wait for it."""
+    with on_mesh() as (mesh, model, _):
+        optimizer = adamw(model)
+        _trained(model, optimizer, mesh, range(1))
+        optimizer.param_groups[0]["of the user"] = torch.float32
+        text = text_of(CheckpointError, lambda: save_checkpoint(tmp_path / "a", model, optimizer))
+        assert text.startswith("it was not possible to save a checkpoint in ")
+        del optimizer.param_groups[0]["of the user"]
+        save_checkpoint(tmp_path / "a", model, optimizer)

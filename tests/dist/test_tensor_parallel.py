@@ -325,17 +325,17 @@ def test_a_gradient_that_is_not_finite_at_one_place_counts_at_all(policy: str) -
         model(tokens(0, mesh["dp"].get_local_rank())).backward()
         if policy == "skip":
             optimizer.step()
-            for (name, param, _), (_, wanted, _) in zip(parts(model.module), parts(bare), strict=True):
             optimizer.zero_grad()
             model(tokens(0, mesh["dp"].get_local_rank())).backward()
             optimizer.step()
             assert model.report().num_skipped == 2
+            for (name, param, _), (_, wanted, _) in zip(parts(model.module), parts(bare), strict=True):
                 assert torch.equal(param, wanted), f"{name} was stepped"
         else:
             text = text_of(NonFiniteGradient, optimizer.step)
             assert text.startswith("the gradient of 'blocks.0.mlp.up.weight' is not finite (NaN or Inf) on rank 3.")
-        optimizer.zero_grad()
         hook.remove()
+        optimizer.zero_grad()
         model(tokens(1, mesh["dp"].get_local_rank())).backward()
         optimizer.step()  # the next step is sound again
 
@@ -503,10 +503,46 @@ class TwoNorms(nn.Module):
         return (first(x) + second(x)).to_local().square().sum()
 
 
+def two_norms(mesh: DeviceMesh) -> nn.Module:
+    """All parameters are whole at each place, and so there is one place."""
+    return parallelize_module(TwoNorms(), mesh["tp"], {"a": SequenceParallel(), "b": SequenceParallel()})
+
+
+@ON_A_MESH
+def test_a_checkpoint_has_each_replica_if_all_parameters_are_whole_at_all_places(tmp_path: Path) -> None:
+    outer = Outer(every=2, fragments=1, delay=0)
+    with mesh_of_four() as mesh:
+        generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+        batches = [torch.randn(2, 3, 8, generator=generator) for _ in range(5)]
+
+        def trained(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> None:
+            for batch in batches:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        model, second = (
+            DistributedDataParallel(two_norms(mesh), device_mesh=mesh["dp"], config=SyncConfig(outer=outer)) for _ in range(2)
+        )
+        optimizer, resumed = adamw(model), adamw(second)
+        trained(model, optimizer, batches[:3])
+        save_checkpoint(tmp_path / "a", model, optimizer)
+        files = {path.name for path in (tmp_path / "a").rglob("*.safetensors")}
+        names = ("model", "outer", "replica-0", "replica-1", "optimizer-0", "optimizer-2")
+        assert files == {f"{name}.safetensors" for name in names}
+        load_checkpoint(tmp_path / "a", second, resumed)
+        require_same_parts(model.module, second.module)
+        for net, each in ((model, optimizer), (second, resumed)):
+            trained(net, each, batches[3:])
+        require_same_parts(model.module, second.module)
+        model.close()
+        second.close()
+
+
 @ON_A_MESH
 def test_partial_gradients_in_different_orders_are_an_error_on_every_rank() -> None:
     with mesh_of_four() as mesh:
-        net = parallelize_module(TwoNorms(), mesh["tp"], {"a": SequenceParallel(), "b": SequenceParallel()})
+        net = two_norms(mesh)
         model = DistributedDataParallel(net, device_mesh=mesh["dp"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.ones(2, 3, 8)).backward()

@@ -25,7 +25,7 @@ from undertow.checkpoint.ranks import CheckpointRanks
 from undertow.checkpoint.tensors import require_stored
 from undertow.engine.step_settings import require_same_settings, settings_of, text_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
-from undertow.outer.outer_sync import OuterSync, outer_of
+from undertow.outer.outer_sync import outer_of
 from undertow.ranks import faults
 from undertow.torch_private import private, tables
 
@@ -46,7 +46,10 @@ class Saving:
     ) -> None:
         self._ranks, self._model, self._optimizers, self._keep = ranks, model, optimizers, keep
         self._outer = outer_of(model)
-        self._writers = _writers(self._outer, len(ranks.own), optimizers)
+        # The ranks at this place that have each replica, as positions in `ranks.own`. Without outer
+        # synchronization there is one replica.
+        self._of_replicas: list[list[int]] = []
+        self._names: contents.Names
         self._of_model: contents.Contents = ({}, {})
         self._of_state: contents.Contents = ({}, {})  # of the optimizers
         self._of_outer: dict[str, Tensor] = {}
@@ -60,20 +63,29 @@ class Saving:
         Raises the same error on every rank.
         """
 
-        if self._outer is not None:
+        def begin() -> None:
+            self._ranks.settle_background()
+            self._collect_model(extra)
+
+        outer = self._outer
+        if outer is not None:
             # Its state is a collective call on a mesh: all ranks enter it, or none.
-            self._ranks.agree(self._ranks.settle_background)
+            self._ranks.agree(begin)
 
         def told() -> str:
-            self._ranks.settle_background()
-            self._collect(extra)
-            return json.dumps([self._settings(), secrets.token_hex(8), self._own_entries()])
+            if outer is None:
+                begin()
+            self._collect_state()
+            replica = 0 if outer is None else outer.replica
+            own = self._own_entries()
+            return json.dumps([self._settings(), secrets.token_hex(8), replica, own])
 
         # In one message, because steps wait for it.
         of_ranks = list(map(json.loads, self._ranks.texts_of(told)))
-        settings, tokens, entries = zip(*of_ranks, strict=True)
+        settings, tokens, replicas, entries = zip(*of_ranks, strict=True)
         require_same_settings(settings, where="save_checkpoint")
         self._token = tokens[0]
+        self._of_replicas = _by_replica([replicas[rank] for rank in self._ranks.own])
         self._keep_what_this_rank_stores(entries)
         self._share_indexes()
         return self._ranks.agree_on_first(self._open_folder)
@@ -86,38 +98,46 @@ class Saving:
         of_each = [settings_of(each, names_of, names_of) for each in self._optimizers]
         return text_of(tuple(chain.from_iterable(of_each)))
 
-    def _collect(self, extra: object) -> None:
-        """Takes references to everything that is saved."""
-        names = contents.Names(self._model)
+    def _collect_model(self, extra: object) -> None:
+        """Takes references to the model's tensors, and the values that the caller gives."""
+        names = self._names = contents.Names(self._model)
         files.require_json(extra, "extra")
         files.require_json(names.extra_states, "state_dict")
-        index = self._index = {"extra": extra, "extra_states": names.extra_states}
+        self._index = {"extra": extra, "extra_states": names.extra_states}
         self._of_model = contents.contents_of_model(names)
-        outer = self._outer
-        if outer is not None:
-            self._of_outer, about = contents.contents_of_outer(outer)
-            index |= {
-                "outer": about,
-                "writers": self._writers,
-                "num_replicas": len(outer.places),
-            }
-        index["optimizers"] = [
-            contents.add_contents_of_optimizer(names, each, *self._of_state)
+
+    def _collect_state(self) -> None:
+        """Takes references to the states of outer synchronization and of the optimizers."""
+        if self._outer is not None:
+            self._of_outer, self._index["outer"] = contents.contents_of_outer(self._outer)
+        self._index["optimizers"] = [
+            contents.add_contents_of_optimizer(self._names, each, *self._of_state)
             for each in self._optimizers
         ]
         for tensors in (self._of_model[0], self._of_state[0], self._of_outer):
             require_stored(tensors)
 
     def _own_entries(self) -> list[str]:
-        """Returns the entries of the optimizers' state on this rank, if it writes any."""
+        """Returns the entries of the optimizers' state on this rank, if it may write any."""
         tensors, texts = self._of_state
-        writes = any(self._ranks.rank_at_place in of_replica for of_replica in self._writers)
-        return [*tensors, *texts] if writes else []
+        if self._outer is None:
+            is_first = self._ranks.is_first
+        else:
+            is_first = self._outer.all_ranks.rank == self._outer.places[self._outer.replica][0]
+        return [*tensors, *texts] if is_first or self._is_sharded else []
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(isinstance(each, ShardedOptimizer) for each in self._optimizers)
 
     def _keep_what_this_rank_stores(self, of_ranks: Sequence[list[str]]) -> None:
         tensors, texts = self._of_state
         of_place = [of_ranks[rank] for rank in self._ranks.own]
-        self._entries = _without_repeats(of_place, self._writers)
+        writers = self._of_replicas
+        if not self._is_sharded:
+            most = 1 if self._optimizers else 0
+            writers = [of_replica[:most] for of_replica in writers]
+        self._entries = _without_repeats(of_place, writers)
         for entry in {*tensors, *texts} - {*self._entries.get(self._ranks.rank_at_place, ())}:
             tensors.pop(entry, None)
             texts.pop(entry, None)
@@ -125,6 +145,8 @@ class Saving:
         self._index["files"] = {
             files.optimizer_file(rank): entries for rank, entries in self._entries.items()
         }
+        if self._outer is not None:
+            self._index |= {"writers": writers, "num_replicas": len(writers)}
 
     def _share_indexes(self) -> None:
         """Brings the indexes of all places of a mesh into one."""
@@ -132,8 +154,8 @@ class Saving:
         if not ranks.place.sizes:
             return
         extra = self._index.pop("extra")
-        mine = files.json_text(self._index) if ranks.is_first else ""
-        texts = ranks.from_all(mine)
+        # A setting of an optimizer that JSON cannot store may be on some ranks only.
+        texts = ranks.texts_of(lambda: files.json_text(self._index) if ranks.is_first else "")
         of_places = [json.loads(texts[first]) for first, *_ in ranks.of_places]
         self._index = {"extra": extra, "axes": ranks.place.sizes, "places": of_places}
 
@@ -151,7 +173,7 @@ class Saving:
         with contextlib.nullcontext() if outer is None else outer.synchronized():
             if rank == 0:
                 put(files.MODEL, self._of_model)
-        if outer is not None and rank == outer.places[outer.replica][0]:
+        if outer is not None and rank == self._of_replicas[outer.replica][0]:
             put(files.replica_file(outer.replica), self._of_model)
         if outer is not None and rank == 0:
             put(files.OUTER, (self._of_outer, {}))
@@ -236,15 +258,9 @@ def _without_repeats(
     return found
 
 
-def _writers(
-    outer: OuterSync | None, num_ranks: int, optimizers: Sequence[Optimizer]
-) -> list[list[int]]:
-    """Returns the ranks that write the state of the optimizers, by replica.
-
-    Without outer synchronization there is one replica.
-    """
-    replicas = [list(range(num_ranks))] if outer is None else outer.places
-    if not optimizers:
-        return [[] for _ in replicas]
-    is_sharded = any(isinstance(each, ShardedOptimizer) for each in optimizers)
-    return [row if is_sharded else row[:1] for row in replicas]
+def _by_replica(replicas: Sequence[int]) -> list[list[int]]:
+    """Returns the positions of each replica's ranks, by the replicas of all of them."""
+    found: list[list[int]] = [[] for _ in range(1 + max(replicas))]
+    for position, replica in enumerate(replicas):
+        found[replica].append(position)
+    return found
