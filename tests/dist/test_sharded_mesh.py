@@ -334,6 +334,13 @@ def test_a_checkpoint_of_another_size_of_the_axis_or_with_a_part_missing_is_an_e
         assert "place-1/model.safetensors" in text
         for (name, param, _), was in zip(parts(other), before, strict=True):
             assert torch.equal(param, was), f"{name} was loaded"
+        save_checkpoint(tmp_path / "linked", model, optimizer)
+        if dist.get_rank() == 0:
+            (tmp_path / "linked/place-1").rename(tmp_path / "elsewhere")
+            (tmp_path / "linked/place-1").symlink_to(tmp_path / "elsewhere")
+        dist.barrier()
+        text = text_of(CheckpointError, lambda: load_checkpoint(tmp_path / "linked", other))
+        assert text.startswith("the checkpoint cannot be loaded: place-1 is not a folder.\n")
         if dist.get_rank() == 0:
             (tmp_path / "two/place-0/notes.txt").touch()
         dist.barrier()

@@ -323,6 +323,7 @@ def require_no_others(folder: Path, index: Mapping[str, Any]) -> None:
         places = {at_place(number): of for number, of in enumerate(index["places"])}
         _require_only({INDEX, *places}, folder)
         for name, of_place in places.items():
+            require_folder(folder / name)
             require_no_others(folder / name, of_place)
         return
     known = {MODEL, *index["files"], *([INDEX] if "save" in index else [])}
@@ -374,6 +375,12 @@ def broken(path: Path, how: str) -> CheckpointError:
         remedy="Load another checkpoint. A save that was interrupted leaves the previous one as "
         "it was.",
     )
+
+
+def require_folder(path: Path) -> None:
+    """Raises CheckpointError unless this is a folder; a link to one may lead out."""
+    if path.is_symlink() or not path.is_dir():
+        raise broken(path, "is not a folder" if os.path.lexists(path) else "is missing")
 
 
 def _require_regular(path: Path) -> None:

@@ -118,6 +118,7 @@ class Loading:
             folder = folder / files.at_place(place.number)
         self._opened = Opened(folder)
         self._replicated = Replicated(self._ranks, self._opened)
+            files.require_folder(folder)
 
     def _require_whole(self) -> None:
         """Raises CheckpointError if a file is missing, damaged or too many.
