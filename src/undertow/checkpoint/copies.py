@@ -19,7 +19,7 @@ _ALIGNED = 64  # bytes: tensors begin at a multiple
 
 class CopyMemory:
     """The memory for the copies of a model's saves, by the name of the file. One save has it at a
-    time: one that hangs keeps it, and the next save allocates its own."""
+    time."""
 
     def __init__(self) -> None:
         self._free: dict[str, Tensor] = {}

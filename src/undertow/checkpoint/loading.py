@@ -64,6 +64,8 @@ class Loading:
             "load_checkpoint(path, model).",
             error=CheckpointError,
         )
+        if len(self._ranks.of_places) > 1:
+            return ""  # a message would bring the bytes of all places to each rank
         opened, shared = self._opened, self._replicated
         if self._has_replicas:  # each has its own model, and state of the optimizer
             shared.add(files.OUTER, opened.file(files.OUTER).names())
@@ -116,9 +118,9 @@ class Loading:
         if "places" in index:
             self.index = index["places"][place.number]
             folder = folder / files.at_place(place.number)
+            files.require_folder(folder)
         self._opened = Opened(folder)
         self._replicated = Replicated(self._ranks, self._opened)
-            files.require_folder(folder)
 
     def _require_whole(self) -> None:
         """Raises CheckpointError if a file is missing, damaged or too many.
