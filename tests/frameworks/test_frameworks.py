@@ -543,11 +543,15 @@ def lightning_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, T
     return found
 
 
-def accelerate_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
+def compiled_accelerate_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, Tensor]:
+    return accelerate_stops(wrapper, folder, is_cut, dynamo_backend="eager")
+
+
+def accelerate_stops(wrapper: Wrapper, folder: Path, is_cut: bool, **settings: Any) -> dict[str, Tensor]:
     from accelerate import Accelerator
 
     def trained(steps: range, *, loads: bool = False, ends: bool = False) -> tuple[int, nn.Module]:
-        accelerator, net = Accelerator(cpu=True), network()
+        accelerator, net = Accelerator(cpu=True, **settings), network()
         given = accelerator, net, torch.optim.AdamW(net.parameters(), lr=1e-2)
         model, optimizer = prepared(wrapper, *given, stop_signals=(signal.SIGTERM,))
         if loads:
@@ -602,7 +606,7 @@ def stopped_as_uninterrupted(recipe: Recipe, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [lightning_stops, accelerate_stops, transformers_stops])
+@pytest.mark.parametrize("recipe", [lightning_stops, accelerate_stops, compiled_accelerate_stops, transformers_stops])
 def test_a_framework_stops_by_its_own_way_when_a_signal_has_reached_one_rank(
     framework_ranks: Ranks, tmp_path: Path, recipe: Recipe
 ) -> None:

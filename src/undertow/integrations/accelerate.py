@@ -72,8 +72,9 @@ def prepare(
         for item in args
     ]
     for item in items if (stop_signals := tuple(stop_signals)) else ():
-        if isinstance(item, undertow.DistributedDataParallel):
-            _stop_on_signal(accelerator, item, stop_signals)
+        model = getattr(item, "_orig_mod", item)  # torch.compile's, which Accelerate may call
+        if isinstance(model, undertow.DistributedDataParallel):
+            _stop_on_signal(accelerator, model, stop_signals)
     # Accelerate leaves an object as it is that it has prepared before.
     is_sharded = any(
         isinstance(getattr(item, "optimizer", None), ShardedOptimizer) for item in optimizers
