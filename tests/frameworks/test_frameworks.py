@@ -525,6 +525,8 @@ def lightning_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, T
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def trained(checkpoint: Path | None = None) -> tuple[int, dict[str, Tensor]]:
+        heard: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))  # of the user: it is called too
         stop = StopOnSignal(save_to=folder / "stopped.ckpt")
         trainer, module = trainer_of(wrapper, use_distributed_sampler=False, callbacks=[stop]), Module()
         # The loader begins with its first batch again, of which a warning tells: all are alike here.
@@ -532,6 +534,7 @@ def lightning_stops(wrapper: Wrapper, folder: Path, is_cut: bool) -> dict[str, T
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
             trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+        assert heard == ([signal.SIGTERM] if is_cut and dist.get_rank() == 1 else [])
         return trainer.global_step, dict(module.state_dict())
 
     num_steps, found = trained()

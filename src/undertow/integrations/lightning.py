@@ -185,9 +185,11 @@ class StopOnSignal(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for number in self._signals:
-            # Lightning's, which it takes back when it has fitted.
-            if type(signal.getsignal(number)).__module__.startswith("lightning."):
-                signal.signal(number, signal.SIG_DFL)
+            # Lightning takes its own back when it has fitted.
+            present = signal.getsignal(number)
+            without = _without_lightnings(present)
+            if without is not present:
+                signal.signal(number, without)
         undertow.stop_on_signal(trainer.strategy.model, self._signals, self._seconds)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_arguments: Any) -> None:
@@ -195,6 +197,14 @@ class StopOnSignal(pl.Callback):
             trainer.should_stop = True
             if self._save_to is not None:
                 trainer.save_checkpoint(self._save_to)
+
+
+def _without_lightnings(handler: Any) -> Any:
+    """Returns the handler; in the place of Lightning's, the one that it calls after its own."""
+    if not str(getattr(handler, "__module__", "")).startswith("lightning."):
+        return handler
+    others = map(_without_lightnings, getattr(handler, "signal_handlers", ()))
+    return next((each for each in others if each != signal.SIG_DFL), signal.SIG_DFL)
 
 
 pytorch.StrategyRegistry.register("undertow", UndertowStrategy, description="DDP by Undertow")
