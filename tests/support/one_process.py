@@ -182,7 +182,7 @@ class FakeWatch(NullWatch):
     def fail(self, reason: object) -> None:
         self._world.leave()
 
-    def ask(self, text: str) -> dict[int, str]:
+    def ask(self, text: str, of: Sequence[int] = ()) -> dict[int, str]:
         return dict(enumerate(self._world.wait(self._world.start("texts", self._rank, "", text))))
 
 

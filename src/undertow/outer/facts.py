@@ -79,7 +79,7 @@ def require_alike(
     )
     step = next(iter(of_ranks.values())).step
     if len({facts.settings for facts in of_ranks.values() if facts.settings}) > 1:
-        raise settings.difference(group.watch, where=where)
+        raise settings.difference(group, where=where)
     settings.are_same_until(step)
 
 

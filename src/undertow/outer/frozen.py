@@ -58,7 +58,7 @@ class Frozen:
         self._is_quiet = True
         warnings.warn(
             f"replicas have different values of the frozen parameter {name!r}, which they never "
-            f"exchange.\n  {where}, rank {group.rank}\n"
+            f"exchange.\n  {where}, rank {group.name}\n"
             "  If an adapter was merged into it, write the same values on every rank: compute them "
             "inside of model.outer.synchronized(). If each replica writes into it, as for a "
             "teacher, ignore this.",
@@ -69,7 +69,8 @@ class Frozen:
 def first_that_differs(group: OwnGroup, mine: Mapping[str, Tensor]) -> str:
     """Returns the first name with another fingerprint on some rank; every rank calls this."""
     lines = {f"{int(value)} {name}" for name, value in mine.items()}
-    of_ranks = [set(text.splitlines()) for text in group.watch.ask("\n".join(lines)).values()]
+    texts = group.watch.ask("\n".join(lines), of=group.names)
+    of_ranks = [set(text.splitlines()) for text in texts.values()]
     differing = lines.union(*of_ranks) - lines.intersection(*of_ranks)
     names = {line.partition(" ")[2] for line in differing}
     return min(names or mine, default="?")

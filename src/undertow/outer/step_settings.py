@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from undertow.engine.params import ModuleParams
 from undertow.engine.step_settings import Settings, digest_of, settings_differ, text_of
 from undertow.errors import PlanMismatch
-from undertow.ranks.watch import NullWatch
+from undertow.ranks.transport import OwnGroup
 
 
 class StepSettings:
@@ -59,15 +59,16 @@ class StepSettings:
         self.digest = 0
         self._of_steps.clear()
 
-    def difference(self, watch: NullWatch, *, where: str) -> PlanMismatch:
+    def difference(self, group: OwnGroup, *, where: str) -> PlanMismatch:
         """Returns the error of ranks whose digests differ; every rank calls this."""
         mine = " ".join(f"{step}:{digest_of(found)}" for step, found in self._of_steps.items())
-        of_ranks = [set(text.split()) for text in watch.ask(mine).values()]
+        texts = group.watch.ask(mine, of=group.names)
+        of_ranks = [set(text.split()) for text in texts.values()]
         differing = set().union(*of_ranks).difference(set(mine.split()).intersection(*of_ranks))
         steps = sorted(int(text.partition(":")[0]) for text in differing)
         if steps:
             where = f"{where}, step {steps[0]}"
         first = self._of_steps.get(steps[0], ()) if steps else ()
-        texts = watch.ask(text_of(first))
+        texts = group.watch.ask(text_of(first), of=group.names)
         self.restart()
         return settings_differ(texts, where=where)

@@ -39,7 +39,6 @@ Reasons: docs/design/lost-ranks.md.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -47,6 +46,7 @@ import re
 import threading
 import time
 import weakref
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from reprlib import repr as brief
@@ -115,9 +115,9 @@ class NullWatch:
         of the error if it is known.
         """
 
-    def ask(self, text: str) -> dict[int, str]:
-        """Tells all ranks a text, and returns the texts of all ranks that call this within a
-        second."""
+    def ask(self, text: str, of: Sequence[int] = ()) -> dict[int, str]:
+        """Tells all ranks a text, and returns the texts of the ranks `of`, by default all, that
+        call this for the same ranks within a second."""
         return {}
 
     def leave(self, error: BaseException | None) -> None:
@@ -275,8 +275,9 @@ class Watch(NullWatch):
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
         self._before: Answer | None = None  # this rank's last answer to a query
         self.told = -math.inf, ""  # time and text of the last report
-        self._asks = itertools.count()
-        self._texts: defaultdict[int, dict[int, str]] = defaultdict(dict)  # of each, by rank
+        # By the ranks that are asked: a question of one data axis of a mesh is not another one's.
+        self._asks: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self._texts: defaultdict[str, dict[int, str]] = defaultdict(dict)  # of each, by rank
 
     def waiting(self, name: str) -> Waiting:
         return Waiting(self, name)
@@ -295,13 +296,14 @@ class Watch(NullWatch):
             # process for that.
             self.ring.say_failed(reason)
 
-    def ask(self, text: str) -> dict[int, str]:
-        number = next(self._asks)
-        texts = self._texts[number]
-        self.say("tells", ask=number, text=text)
-        num_ranks = self.ring.num_ranks
-        limit_s = patience.answers_s(num_ranks)
-        self._wait_for_fault_or(lambda: len(texts) == num_ranks, limit_s)
+    def ask(self, text: str, of: Sequence[int] = ()) -> dict[int, str]:
+        ranks = tuple(of) or tuple(range(self.ring.num_ranks))
+        question = f"{zlib.crc32(repr(ranks).encode())}, {self._asks[ranks]}"
+        self._asks[ranks] += 1
+        texts = self._texts[question]
+        self.say("tells", ask=question, text=text)
+        limit_s = patience.answers_s(self.ring.num_ranks)
+        self._wait_for_fault_or(lambda: len(texts) == len(ranks), limit_s)
         return texts
 
     def leave(self, error: BaseException | None) -> None:
@@ -326,7 +328,7 @@ class Watch(NullWatch):
             case "leaves" if "number" in message or rank not in self.left:
                 self.left[rank] = faults.fault_from(message)
             case "tells":
-                self._texts[int(message["ask"])][rank] = str(message["text"])
+                self._texts[str(message["ask"])][rank] = str(message["text"])
             case "answers":
                 self.inquiry.end(message)
 

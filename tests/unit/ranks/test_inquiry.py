@@ -276,3 +276,14 @@ def test_an_answer_that_makes_no_sense_is_dropped(kind: str, change: dict[str, A
     with caplog.at_level(logging.WARNING, "undertow"):
         ring.hear(ring.neighbors[0], [json.dumps(message).encode()], is_connected=True)
     assert "made no sense" in caplog.messages[0]
+
+
+def test_a_text_for_some_ranks_is_not_taken_for_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One data axis of a mesh may ask alone: its next question to all is not the others' second one."""
+    monkeypatch.setattr(patience, "answers_s", lambda _num_ranks: 0.0)
+    network = Network(4)
+    of_axis = [network.watches[rank].ask(f"axis, {rank}", of=(0, 2)) for rank in (0, 2)]
+    of_all = [watch.ask(f"all, {rank}") for rank, watch in enumerate(network.watches)]
+    network.deliver()
+    assert of_axis == 2 * [{0: "axis, 0", 2: "axis, 2"}]
+    assert of_all == 4 * [{rank: f"all, {rank}" for rank in range(4)}]
