@@ -144,9 +144,9 @@ def waiting_threads() -> list[threading.Thread]:
 def test_no_thread_waits_in_the_store_for_a_rank_that_has_left(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_REQUEST_S", 0.2)
     # Ctrl-C, when the rank has looked a few times while the thread waits.
-    with pytest.raises(KeyboardInterrupt), meeting_of((0, 1), 0, SyncConfig(), NullWatch(), 300.0) as met:
-        monkeypatch.setattr(met.lateness, "is_due", Mock(side_effect=[False, False, False, KeyboardInterrupt]))
-        met.arrive("group")
+    monkeypatch.setattr(meeting.Lateness, "is_due", Mock(side_effect=[False, False, False, KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        meets(2, 0)
     (thread,) = store.clonings  # it has a connection of its own, and the rank does not wait for that
     assert thread.name == "undertow-meets"
     assert store.num_asked["wait"] > 1
