@@ -30,13 +30,23 @@ _INSTALLED = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 _FOR_TORCHRUN = "TORCHELASTIC_ERROR_FILE"
-_LATER_S = 2  # torchrun knows whole seconds, and takes the first failure for the cause
+# For processes that the script starts: they inherit the path of the file, and leave it alone.
+_FILE_OF = "_UNDERTOW_ERROR_FILE_OF"
+# torchrun takes the earliest failure for the cause. For a rank that was killed it takes the time at
+# which it looks, every few seconds.
+_LATER_S = 3600
 
 
 def shorten_tracebacks() -> None:
     """Replaces `sys.excepthook` by a function that shortens and tells torchrun, and leaves printing
-    to the previous one."""
+    to the previous one.
+
+    The first process that calls this with an error file of torchrun's is the rank itself.
+    """
     previous = sys.excepthook
+    path = os.environ.get(_FOR_TORCHRUN)
+    if path and not os.environ.get(_FILE_OF, "").endswith(f" {path}"):
+        os.environ[_FILE_OF] = _of_this_process(path)
 
     def shortened(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -49,13 +59,20 @@ def shorten_tracebacks() -> None:
     sys.excepthook = shortened
 
 
+def _of_this_process(path: str) -> str:
+    return f"{os.getpid()} {path}"
+
+
 def _tell_torchrun(error: BaseException) -> None:
     """Writes the error as torch's `record` does, unless that has written it.
 
-    If the cause is on another rank, writes no traceback, and a later time than the cause's.
+    If the cause is on another rank, writes no traceback, and a time one hour ahead: the time of the
+    cause is earlier, also if torchrun finds it later.
     """
     path = os.environ.get(_FOR_TORCHRUN)
-    if not path or os.path.exists(path) or not isinstance(error, Exception):
+    if not path or os.environ.get(_FILE_OF) != _of_this_process(path):
+        return
+    if os.path.exists(path) or not isinstance(error, Exception):
         return
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, PeerFailed | RankLost):
@@ -65,10 +82,17 @@ def _tell_torchrun(error: BaseException) -> None:
         text = "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
         later_s = 0
     details = {"py_callstack": text, "timestamp": str(int(time.time()) + later_s)}
+    # torchrun may read at any time, and fails if the file is not whole.
+    written = Path(f"{path}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        Path(path).write_text(
-            json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8"
-        )
+        try:
+            written.write_text(
+                json.dumps({"message": {"message": message, "extraInfo": details}}),
+                encoding="utf-8",
+            )
+            written.replace(path)
+        finally:
+            written.unlink(missing_ok=True)
 
 
 def _shorten(error: UndertowError, trace: TracebackType | None) -> TracebackType | None:

@@ -249,7 +249,7 @@ def before_calls(names: Iterable[str], passes: Callable[[str], object]) -> None:
 def _passes(passes: Callable[[str], object], name: str) -> None:
     """Calls `passes`; a stage of an exchange is named by its thread, and the thread that connects a group runs none."""
     is_posting = name == "post"
-    threads = ("undertow-posts",) if is_posting else ("undertow-completes", "undertow-hooks")
+    threads = ("undertow-posts",) if is_posting else ("undertow-completes", "undertow-gathers", "undertow-hooks")
     if name not in ("post", "complete") or threading.current_thread().name in threads:
         passes(name)
 
@@ -413,7 +413,7 @@ def hearing_rank() -> Callable[[bytes], None]:
 
 def shorten_patience(factor: float) -> None:
     """Shortens what this process waits for on purpose, where a rank is lost or late: not what others have to end or connect."""
-    for name in ("LOOK_S", "PROBE_S", "ANSWERS_S", "VERDICT_S", "EXIT_S"):
+    for name in ("LOOK_S", "ANSWERS_S", "VERDICT_S", "EXIT_S"):
         setattr(patience, name, factor * getattr(patience, name))
 
 

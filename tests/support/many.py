@@ -86,6 +86,8 @@ def model_of(module: nn.Module, settings: dict[str, Any]) -> Iterator[Distribute
     model = DistributedDataParallel(module, config=SyncConfig(bucket_cap_mb=0.004, **settings), **how)
     with contextlib.closing(model):
         yield model
+    for group in how["device_mesh"].get_all_groups() if how else ():
+        dist.destroy_process_group(group)
 
 
 def train(name: str) -> None:

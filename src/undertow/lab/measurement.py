@@ -84,7 +84,7 @@ def measurement_of(steps: MeasuredSteps) -> Measurement | None:
         for record in records
     ]
     reductions = [_in_equal_parts(rows, plan) for rows in planned]
-    gathers = [_in_equal_parts(record.gathers, plan) for record in records]
+    gathers = [_in_equal_parts(record.gathers, plan, is_gather=True) for record in records]
     samples = _samples(reductions, of_buckets[:, 0]) | _samples(gathers, of_buckets[:, 1])
     launch_us, us_per_byte = line_through(curve_from_samples(_packed(records, plan)).points)
     skews = [
@@ -124,11 +124,14 @@ def _rounded(time_us: float) -> float:
     return round(float(time_us), _DIGITS)
 
 
-def _in_equal_parts(rows: Sequence[BucketRecord], plan: Plan) -> list[BucketRecord]:
+def _in_equal_parts(
+    rows: Sequence[BucketRecord], plan: Plan, *, is_gather: bool = False
+) -> list[BucketRecord]:
     """Returns records with the bytes that equal parts would have in the same time."""
     found = []
     for row in rows:
-        sent = in_equal_parts(plan, plan.buckets[row.bucket], Payload(num_bytes=row.num_bytes))
+        payload = Payload(num_bytes=row.num_bytes)
+        sent = in_equal_parts(plan, plan.buckets[row.bucket], payload, is_gather=is_gather)
         found.append(replace(row, num_bytes=sent.num_bytes))
     return found
 

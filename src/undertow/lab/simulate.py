@@ -150,7 +150,8 @@ def simulate(
             _parameters(bucket, plan, param_wire) for bucket in plan.buckets
         ]
         for kind, sent in payloads.items():
-            payloads[kind] = list(map(partial(in_equal_parts, plan), plan.buckets, sent))
+            in_parts = partial(in_equal_parts, plan, is_gather=kind == strategy.gather)
+            payloads[kind] = list(map(in_parts, plan.buckets, sent))
     return _Step(profile, plan, strategy, costs, conditions, payloads).run()
 
 

@@ -101,11 +101,14 @@ def largest_over_mean(
     owners: Sequence[int] | None = None,
     *,
     num_ranks: int,
+    wire: str | None = None,
+    is_gather: bool = False,
 ) -> float:
     """Returns the bytes that the busiest rank exchanges of a bucket over those of equal parts.
 
     These are the largest part's over the mean. If that is above `MOST_OVER_MEAN`, they are those
-    of equal pieces, and the largest part once more, in fp32. Without `owners`, returns the least
+    of equal pieces, and the largest part once more: of means in the dtype that they were added up
+    in, of a gather as it is. `wire` is the format of gradients. Without `owners`, returns the least
     that any owners can have; planned ones come near it.
     """
     sizes = [params[param].num_bytes for param in group if params[param].is_whole]
@@ -117,8 +120,14 @@ def largest_over_mean(
     over_mean = largest * num_ranks / sum(sizes)
     if over_mean <= MOST_OVER_MEAN:
         return over_mean
-    width = 2 if params[group[0]].itemsize == 2 else 1
+    width = 1.0 if is_gather else _width_of_means([params[param] for param in group], wire)
     return 1.0 + width * largest / sum(sizes)
+
+
+def _width_of_means(specs: Sequence[ParamSpec], wire: str | None) -> float:
+    """Returns the bytes of means, as owners get them, over those of gradients in a format."""
+    num_bytes = sum(spec.num_bytes * (2 if spec.itemsize == 2 else 1) for spec in specs)
+    return num_bytes / sum(spec.sent_bytes(wire) for spec in specs)
 
 
 def totals_by_rank(

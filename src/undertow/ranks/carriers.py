@@ -24,6 +24,7 @@ from undertow.plan.layout import equal_parts, round_up
 from undertow.plan.owners import MOST_OVER_MEAN
 from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.parcels import ALIGN_BYTES, Parcel, sum_in_order
+from undertow.ranks.threads import Worker
 from undertow.ranks.transport import OwnGroup
 
 _MOST_SENT_WHOLE = 1 << 14  # bytes of a tensor that a rank sends whole to all others, in all
@@ -117,14 +118,16 @@ class Room:
 
 
 class PostedMessages:
-    """Sends and receives. Threads of the host post and complete them, each in order.
+    """Sends and receives. One thread of the host posts them in order, and others complete them.
 
-    The thread that posts waits for no message over this group. Ranks may start gathers in different
-    orders, for example when they step two optimizers, and would wait for each other in a circle.
     The thread that trains does not post, because it would wait for copies into the bucket, for
     encoding, and for gloo's send. That copies into the socket, or blocks while gloo reads from that
-    peer. Gathers in two stages end in a third thread: the thread that completes would wait for what
-    another rank sends after a message that this one would send later.
+    peer.
+
+    One thread completes all reductions in order. Ranks may start gathers in different orders, for
+    example when they step two optimizers, and read parameters in between. So no gather may wait for
+    another one: the thread that posts waits for no message over this group, and each gather in
+    flight has a thread that waits for its messages only.
     """
 
     reads_trailers = True  # an exchange may read its trailer before it sends the rest
@@ -135,7 +138,8 @@ class PostedMessages:
         self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._posting = group.worker("undertow-posts")
         self._completing = group.worker("undertow-completes")
-        self._gathering = group.worker("undertow-gathers")
+        self._gathering: list[Worker] = []
+        self._idle: list[Worker] = []  # those of `_gathering` without a gather
 
     def start(self, first: ExchangeStage, behind: Handle | None = None) -> Handle:
         """Starts an exchange with its first stage, when `behind` is complete."""
@@ -144,19 +148,31 @@ class PostedMessages:
         self._posting.submit(self._advance, work, Wait(before, first))
         return Handle(work, complete=self.group.complete)
 
-    def _advance(self, work: ThreadWork, wait: Wait) -> None:
-        """Waits, and runs the next stage."""
+    def _advance(self, work: ThreadWork, wait: Wait, alone: Worker | None = None) -> None:
+        """Waits, and runs the next stage. `alone` is the thread of a gather."""
         try:
             with torch.no_grad():
                 _wait_for(wait.works)
                 further = wait.then()
             if further is None:
+                if alone is not None:
+                    self._idle.append(alone)
                 work.set_result(None)
+            elif further.is_in_turn:
+                self._completing.submit(self._advance, work, further)
             else:
-                thread = self._completing if further.is_in_turn else self._gathering
-                thread.submit(self._advance, work, further)
+                thread = alone or self._gathering_thread()
+                thread.submit(self._advance, work, further, thread)
         except BaseException as error:
             work.set_exception(error)
+
+    def _gathering_thread(self) -> Worker:
+        """Returns a thread without a gather. Called by the thread that posts only."""
+        if self._idle:
+            return self._idle.pop()
+        thread = self.group.worker("undertow-gathers")
+        self._gathering.append(thread)
+        return thread
 
     def group_to_hold(self) -> dist.ProcessGroup | None:
         """Returns the process group, which a gather holds until its end.
@@ -344,7 +360,8 @@ class PostedMessages:
         """Ends the threads after their last tasks."""
         self._posting.shutdown()
         self._completing.shutdown()
-        self._gathering.shutdown()
+        for thread in self._gathering:
+            thread.shutdown()
 
 
 class BackendCollectives:
@@ -448,7 +465,8 @@ class BackendCollectives:
         places = _adjacent(rooms)
         messages = [flat[place.start :][:size] for place, size in zip(places, sizes, strict=True)]
         gathering = Gathering(own, messages, held=[flat], flat=flat[: sum(rooms)], sizes=rooms)
-        return self._in_pieces(gathering, flat, places)
+        # Means of parts that differ much: ranks have added up these parts, so they are equal.
+        return gathering if into is not None else self._in_pieces(gathering, flat, places)
 
     def prepare_parts(
         self, flat: Tensor, parts: Sequence[range], *, over: dist.ProcessGroup | None

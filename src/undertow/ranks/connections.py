@@ -143,9 +143,14 @@ def own_address(host: str) -> str:
 
 def host_of(store: Store) -> str:
     """Returns the host that serves a store, or the one that MASTER_ADDR names, or an empty text."""
+    return str(getattr(innermost(store), "host", os.environ.get("MASTER_ADDR", "")))
+
+
+def innermost(store: Store) -> Store:
+    """Returns the store that prefixes of keys lead to."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return str(getattr(store, "host", os.environ.get("MASTER_ADDR", "")))
+    return store
 
 
 def _address_of(interface: str) -> str:

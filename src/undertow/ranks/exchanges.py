@@ -305,14 +305,14 @@ class Exchanges:
 
         if pieces is None or recut is None:
             carrier.send_to_all(arriving, tag)
-            return Wait(arriving.works, end)
+            return Wait(arriving.works, end, is_in_turn=False)
 
         def pass_on() -> Wait:
             carrier.send_to_all(pieces, tag + 1)
             return Wait(pieces.works, end, is_in_turn=False)
 
         carrier.send_recut(recut, tag)
-        return Wait(recut.works, pass_on, is_last=False)
+        return Wait(recut.works, pass_on, is_last=False, is_in_turn=False)
 
     def release(self) -> None:
         """Frees the memory that is kept for later messages."""

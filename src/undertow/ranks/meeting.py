@@ -4,12 +4,13 @@ meeting_of  context: a meeting of these ranks
 Meeting     the texts and counters of a meeting in the store
 Lateness    how long a rank waits for late ones
 
-One process serves the store to all ranks. So a rank that is early makes one request that the server
-answers when the last rank has arrived, from a thread and over a connection of its own: the rank
-still looks at faults, and Ctrl-C ends it. If the store has no such request, the rank asks for one
-counter, less often the longer it has waited and the more ranks there are. Which ranks are late is
-found by one rank, when it is needed, with few requests. A meeting that is over leaves a counter and
-an empty text for each of its places, until the next meeting of these ranks is over.
+One process serves the store to all ranks. So a rank that is early makes one request a minute, which
+the server answers when the last rank has arrived, from a thread and over a connection of its own:
+the rank still looks at faults, and Ctrl-C ends it. If the store has no such request, or no server,
+the rank asks for one counter, less often the longer it has waited and the more ranks there are.
+Which ranks are late is found by one rank, when it is needed, with few requests. A meeting that is
+over leaves a counter and an empty text for each of its places, until the next meeting of these
+ranks is over.
 
 Reasons: docs/design/lost-ranks.md.
 """
@@ -20,10 +21,11 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from torch.distributed import FileStore
 from torch.distributed.distributed_c10d import Store
 
 from undertow.config import SyncConfig
@@ -31,6 +33,7 @@ from undertow.errors import RankLost, UndertowError
 from undertow.ranks import faults, patience
 from undertow.ranks.answers import Ranks
 from undertow.ranks.answers import named as subject
+from undertow.ranks.connections import innermost
 from undertow.ranks.watch import NullWatch
 from undertow.torch_private import private
 
@@ -41,7 +44,8 @@ _MOST_RUNS = 8  # of late ranks in a key: it stays shorter than 200 bytes
 _RANKS_AS_OFTEN = 16
 _MOST_PAUSE_S = 2.0
 _PAUSES_S = (0.005, 0.05)  # most ranks arrive so soon: they need no thread
-_LONGEST_WAIT = timedelta(days=1)  # of the thread; `Lateness` decides how long the rank waits
+# Of one request by the thread, which then looks if the rank still waits: `Lateness` decides that.
+_REQUEST_S = 60.0
 _ALL = "all"  # the end of the key that tells that all have arrived at a place, or one has given up
 
 
@@ -156,28 +160,49 @@ class _Late:
 class _LastArrival:
     """Waits for a key in the store, in a thread and over a connection of its own.
 
-    The request would keep other threads from the store, and signal handlers from this one.
-    `is_awaited` is False if the store cannot do that.
+    The request would keep other threads from the store, and signal handlers from this one. A
+    FileStore is not waited for: it has no server, and would read its file all the time.
     """
 
     def __init__(self, store: Store, key: str) -> None:
-        self.came = threading.Event()
-        self.is_awaited = False
-        # torch's own stores can be cloned, but a user's may not
-        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-            own: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
-            thread = threading.Thread(
-                target=self._wait, args=(own, key), name="undertow-meets", daemon=True
-            )
-            thread.start()
-            self.is_awaited = True
+        self.came = threading.Event()  # also set if it cannot wait
+        self.cannot_wait = False
+        self.is_needed = True  # set to False by the rank
+        thread = threading.Thread(
+            target=self._wait, args=(store, key), name="undertow-meets", daemon=True
+        )
+        try:
+            if not isinstance(innermost(store), FileStore):
+                thread.start()
+                return
+        except RuntimeError:
+            pass  # the process has too many threads
+        self._give_up()
 
     def _wait(self, store: Store, key: str) -> None:
+        # torch's own stores can be cloned, but a user's may not, and may raise any error
         try:
-            store.wait([key], _LONGEST_WAIT)
-        except RuntimeError:
-            self.is_awaited = False
+            own: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
+            while self.is_needed and not self._comes(own, key):
+                pass
+        except Exception:
+            self._give_up()
         self.came.set()
+
+    def _give_up(self) -> None:
+        self.cannot_wait = True
+        self.came.set()
+
+    def _comes(self, store: Store, key: str) -> bool:
+        """Makes one request; returns False if it has ended without the key."""
+        began_s = time.monotonic()
+        try:
+            store.wait([key], timedelta(seconds=_REQUEST_S))
+        except RuntimeError:
+            if time.monotonic() - began_s < _REQUEST_S / 2:
+                raise  # its time was not over
+            return False
+        return True
 
 
 def _where(rank: int) -> str:
@@ -205,26 +230,33 @@ class Meeting:
         num_here = self.store.add(key, 1 + self._is_failing * _FAILED)
         if num_here % _FAILED == self.num_ranks:
             self.store.set(f"{key}/{_ALL}", "")
-        pauses = self._pauses(key)
-        while num_here < 0 or num_here % _FAILED < self.num_ranks:
-            next(pauses)
-            num_here = self.store.add(key, 0)
-            is_here = num_here % _FAILED >= self.num_ranks
-            if num_here < 0 or (not is_here and self.lateness.is_due()):
-                self._look(key)
+        with contextlib.closing(self._pauses(key)) as pauses:
+            while num_here < 0 or num_here % _FAILED < self.num_ranks:
+                next(pauses)
+                num_here = self.store.add(key, 0)
+                is_here = num_here % _FAILED >= self.num_ranks
+                if num_here < 0 or (not is_here and self.lateness.is_due()):
+                    self._look(key)
         self.has_failed = self.has_failed or num_here >= _FAILED
 
-    def _pauses(self, key: str) -> Iterator[None]:
+    def _pauses(self, key: str) -> Generator[None, None, None]:
         """Pauses at each step: in the end until all have arrived, or `lateness` is due."""
         for pause_s in _PAUSES_S:
             time.sleep(pause_s)
             yield
-        last = _LastArrival(self.store, f"{key}/{_ALL}")
-        while last.is_awaited:
-            while not (last.came.wait(patience.LOOK_S) or self.lateness.is_due()):
-                pass
-            yield
         pause_s = _PAUSES_S[-1]
+        last = _LastArrival(self.store, f"{key}/{_ALL}")
+        try:
+            while True:
+                while not (last.came.wait(patience.LOOK_S) or self.lateness.is_due()):
+                    pass
+                if last.cannot_wait:
+                    break
+                yield
+                if last.came.is_set():  # and the counter is not complete
+                    time.sleep(pause_s)
+        finally:
+            last.is_needed = False
         most_s = min(_MOST_PAUSE_S, 0.25 * (1 + self.num_ranks / _RANKS_AS_OFTEN))
         while True:
             pause_s = min(most_s, 1.5 * pause_s)

@@ -9,7 +9,6 @@ _RANKS_PER_ANSWERS = 500  # at 2 ms for a rank to handle a message, on a busy ma
 
 # Checks.
 LOOK_S = 0.25  # between two looks at how long this rank has waited, and of a wait at the fault
-PROBE_S = 2.0  # between two checks whether a rank that has not arrived at a meeting exists at all
 
 # Actions of a waiting rank.
 ANSWERS_S = 1.0  # for few ranks to report their activity: see `answers_s`

@@ -41,6 +41,7 @@ class ReduceScatter(BucketTransfer):
             wire_bytes=groups.wire_bytes(spec, inside, across),
             encoded=[parcel for parcel in self._parcels if isinstance(parcel, Encoded)],
         )
+        self._passed_on = groups.passed_on(spec)
         self._spec, self._plan, self._gradients = spec, plan, gradients
         self._reducer, self._groups = reducer, groups
 
@@ -67,7 +68,7 @@ class ReduceScatter(BucketTransfer):
                 gradients.room(),
                 inside,
                 trailer=memory.trailer,
-                parts=self._groups.passed_on(spec),
+                parts=self._passed_on,
                 fill=fill,
             ),
         )

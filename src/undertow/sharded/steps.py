@@ -52,8 +52,8 @@ class _Stepper:
 
 
 class ShardedSteps(StepListener):
-    """Steps of `module` in shards, exchanged over separate process groups; making one is a
-    collective call.
+    """Steps of `module` in shards; making one is a collective call, which makes the process groups
+    that shards need of their own: none over gloo without a mesh.
 
     Updated parameters are gathered during the next forward, or at once if the settings ask for no
     overlap. Raises ConfigError if the settings do not work with shards.

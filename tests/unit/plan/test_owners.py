@@ -115,10 +115,23 @@ def test_the_busiest_rank_of_many_exchanges_about_as_much_as_the_mean(num_matric
     assert largest_over_mean(params, group, num_ranks=num_ranks) == pytest.approx(factor)
 
 
-def test_sums_of_narrow_gradients_cross_in_fp32() -> None:
-    (spec,) = specs([(8, 8)])
-    narrow = replace(spec, dtype="bfloat16", itemsize=2, is_whole=True)
-    assert largest_over_mean([narrow], [0], [0], num_ranks=24) == 3.0
+@pytest.mark.parametrize(
+    ("dtype", "wire", "is_gather", "factor"),
+    [
+        ("bfloat16", None, False, 3.0),
+        ("bfloat16", None, True, 2.0),
+        ("float32", None, False, 2.0),
+        ("float32", "bfloat16", False, 3.0),
+        ("float32", "int8", False, 1 + 4 * 512 / (512 + 4)),  # a scale for 512 elements
+        ("float32", "int8", True, 2.0),
+    ],
+)
+def test_means_go_to_their_owner_in_fp32_and_parameters_as_they_are_gathered(
+    dtype: str, wire: str | None, is_gather: bool, factor: float
+) -> None:
+    (spec,) = specs([(64, 64)])
+    spec = replace(spec, dtype=dtype, itemsize=2 if dtype == "bfloat16" else 4, is_whole=True)
+    assert largest_over_mean([spec], [0], [0], num_ranks=24, wire=wire, is_gather=is_gather) == pytest.approx(factor)
 
 
 def test_a_bucket_in_equal_parts_is_an_empty_group() -> None:

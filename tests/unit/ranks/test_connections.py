@@ -237,18 +237,21 @@ def give_up(late: Sequence[int]) -> None:
     raise TimeoutError(str(list(late)))
 
 
-def test_ranks_that_have_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "PROBE_S", 0.0)
+def test_ranks_that_have_not_come_are_named() -> None:
     with pytest.raises(TimeoutError, match=r"\[1, 2\]"):  # now and then
         made(3, ranks=[0], look=give_up)
 
 
-def test_a_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A rank that waits inside of the store cannot be woken when another one is gone.
+def test_a_file_store_is_asked_for_nothing_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It has no server: a rank that waits reads the file all the time. `test_meeting` has the waits in other stores.
     stores, file_store = list[Mock](), dist.FileStore
-    monkeypatch.setattr(patience, "PROBE_S", 0.0)
-    monkeypatch.setattr(module, "host_of", lambda _: "")
-    monkeypatch.setattr(dist, "FileStore", lambda *given: stores.append(Mock(wraps=file_store(*given))) or stores[-1])
+
+    def counted(*given: Any) -> Mock:
+        store = file_store(*given)
+        stores.append(Mock(spec=store, wraps=store))
+        return stores[-1]
+
+    monkeypatch.setattr(dist, "FileStore", counted)
     with pytest.raises(TimeoutError):  # all may come at once below, and nobody look who is missing
         made(2, ranks=[0], look=give_up)
     require_rings(made(3))

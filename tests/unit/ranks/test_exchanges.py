@@ -190,6 +190,36 @@ def test_ranks_may_start_gathers_of_pieces_in_different_orders() -> None:
     assert all(torch.equal(flat, torch.full_like(flat, number)) for number, flat in enumerate(flats))
 
 
+def test_only_gathers_take_memory_for_pieces() -> None:
+    carrier = BackendCollectives(mock.Mock(rank=0, device=torch.device("cpu")), in_order=True)
+    messages = [torch.zeros(size) for size in (1000, 1, 1)]
+    sizes = [message.numel() for message in messages]
+    assert carrier.prepare(sizes, torch.float32).pieces is not None
+    assert carrier.prepare(sizes, torch.float32, into=messages).pieces is None  # the means of an all-reduce
+
+
+@in_ranks(3, timeout_s=30.0)
+@pytest.mark.parametrize("kind", ["equal parts", "pieces"])
+def test_a_rank_may_wait_for_a_gather_before_it_starts_another_that_others_have_started(kind: str) -> None:
+    """As when it steps one optimizer, reads its parameters and steps the next. No rank waits for a gather that depends on it."""
+    rank, numel = dist.get_rank(), 3000
+    parts = equal_parts(3, 1000, stop=numel) if kind == "equal parts" else [range(10), range(10, 20), range(20, numel)]
+    flats = [torch.full((numel,), -1.0) for _ in range(3)]
+    for number, flat in enumerate(flats):
+        flat[parts[rank].start : parts[rank].stop] = number
+    before_wait = [[0, 1], [1, 2], [2, 0]][rank]  # the last one of these is read before the third one starts
+    with exchanging("posted") as exchanges:
+        for _ in range(5):
+            handles = [exchanges.all_gather(flats[number], parts, number=number) for number in before_wait]
+            if rank < 2:
+                handles[-1].wait()
+            third = 3 - sum(before_wait)
+            handles.append(exchanges.all_gather(flats[third], parts, number=third))
+            for handle in handles:
+                handle.wait()
+    assert all(torch.equal(flat, torch.full_like(flat, number)) for number, flat in enumerate(flats))
+
+
 @in_ranks(2, 3)
 def test_values_travel_only_if_the_ranks_are_alike() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()

@@ -16,7 +16,7 @@ from support.outsiders import outsiders
 from support.processes import Ended, Rank, run_ranks
 from undertow import SyncConfig
 from undertow.errors import StallTimeout
-from undertow.ranks import faults, handshake, patience
+from undertow.ranks import faults, handshake
 from undertow.ranks.guard import GUARD, meet
 from undertow.ranks.handshake import connect_ring
 from undertow.ranks.meeting import Meeting
@@ -121,7 +121,6 @@ def test_a_forked_child_keeps_no_connection_and_runs_no_thread() -> None:
 def test_a_rank_that_gives_up_for_a_fault_tells_those_that_arrive_later(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(private, "default_store", lambda: store)
-    monkeypatch.setattr(patience, "PROBE_S", 0.0)
     watch = Ring([], rank=0, num_ranks=2).join(SyncConfig())
     late = threading.Timer(0.05, setattr, (watch, "fault", faults.stalled("rank 0 has waited.")))
     late.start()

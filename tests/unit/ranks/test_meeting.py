@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -28,6 +30,7 @@ class Counted:
         self._store = dist.HashStore()
         self.num_asked, self.longest = Counter[str](), 0
         self.keys = set[str]()
+        self.clonings = set[threading.Thread]()  # threads that have cloned it
         self._lock = threading.Lock()
 
     def _ask(self, name: str, key: str, value: str = "") -> None:
@@ -54,6 +57,7 @@ class Counted:
         return self._store.check(keys)
 
     def clone(self) -> "Counted":
+        self.clonings.add(threading.current_thread())
         return self
 
     def wait(self, keys: list[str], limit: timedelta) -> None:
@@ -131,6 +135,38 @@ def test_a_fault_ends_a_wait_in_the_store(store: Counted) -> None:
     with pytest.raises(RankLost), meeting_of((0, 1), 0, SyncConfig(), watch, 300.0) as met:
         met.arrive("group")
     assert time.monotonic() - started_s < 5.0
+
+
+def waiting_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "undertow-meets"]
+
+
+def test_no_thread_waits_in_the_store_for_a_rank_that_has_left(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_REQUEST_S", 0.2)
+    # Ctrl-C, when the rank has looked a few times while the thread waits.
+    monkeypatch.setattr(meeting.Lateness, "is_due", Mock(side_effect=[False, False, False, KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        meets(2, 0)
+    (thread,) = store.clonings  # it has a connection of its own, and the rank does not wait for that
+    assert thread.name == "undertow-meets"
+    assert store.num_asked["wait"] > 1
+    thread.join(5.0)
+    assert not waiting_threads()
+
+
+def test_a_rank_that_is_woken_early_asks_now_and_then(store: Counted) -> None:
+    key = f"undertow/ring/{private.name_of((0, 1))}/1/group"
+    store.set(f"{key}/all", "")
+    all_meet(2, late=lambda: time.sleep(1.0))
+    assert store.num_asked["add"] < 40
+
+
+def test_a_file_is_not_read_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_store = dist.FileStore(str(tmp_path / "store"), 2)
+    threads = list[threading.Thread]()
+    monkeypatch.setattr(private, "default_store", lambda: dist.PrefixStore("a", dist.PrefixStore("b", file_store)))
+    all_meet(2, late=lambda: (time.sleep(0.5), threads.extend(waiting_threads())))
+    assert not threads
 
 
 class Clock:

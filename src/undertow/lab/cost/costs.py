@@ -199,7 +199,7 @@ def costs_for(  # a network, and how its collectives go
         text: A link, see `link_from_text`. With `per_node` it is each rank's link to other
             nodes: its share, if the ranks of a node share one.
         num_ranks: Ranks of the collective.
-        per_node: Ranks per node. None: all ranks are connected by `text`.
+        per_node: Ranks per node. None or 1: all ranks are connected by `text`.
         inside: The link between ranks of a node, as `text`.
         is_mesh: True if only ranks of one node have different shards, and nodes are replicas;
             see `NodeCosts`.
@@ -221,8 +221,11 @@ def costs_for(  # a network, and how its collectives go
         f"{num_ranks} ranks cannot be on nodes of {per_node} ranks each.",
         remedy=f"Give a number of ranks per node that divides {num_ranks}.",
     )
+    inside_link = link_from_text(inside)
+    if per_node == 1 and not is_mesh:  # the network of each rank is the node's
+        return costs_for(text, num_ranks=num_ranks, has_trees=has_trees)
     return NodeCosts(
-        inside=RingCosts(link_from_text(inside), num_ranks=per_node, has_trees=has_trees),
+        inside=RingCosts(inside_link, num_ranks=per_node, has_trees=has_trees),
         across=RingCosts(link, num_ranks=num_ranks // per_node, has_trees=has_trees),
         per_node=per_node,
         is_mesh=is_mesh,

@@ -90,7 +90,7 @@ class StepModel:
         used_us = [
             -min((self.timing.used_us[param] for param in group), default=0.0) for group in groups
         ]
-        gathers = self._payloads(groups, (self.param_wire,) * len(groups))
+        gathers = self._payloads(groups, (self.param_wire,) * len(groups), is_gather=True)
         gathers_us = payloads_us(self.costs, "all_gather", gathers)
         return max(0.0, _through_us(used_us, gathers_us)) + finish_us
 
@@ -131,10 +131,14 @@ class StepModel:
         kind = "reduce_scatter" if self.has_shards else "all_reduce"
         return payloads_us(self.costs, kind, payloads)
 
-    def _payloads(self, groups: Groups, wires: Sequence[str | None]) -> list[Payload]:
+    def _payloads(
+        self, groups: Groups, wires: Sequence[str | None], *, is_gather: bool = False
+    ) -> list[Payload]:
         payloads = []
         for group, wire in zip(groups, wires, strict=True):
-            factor = largest_over_mean(self.params, group, num_ranks=self.num_shards)
+            factor = largest_over_mean(
+                self.params, group, num_ranks=self.num_shards, wire=wire, is_gather=is_gather
+            )
             payloads.append(_stretched(payload_of(self.params, group, wire), factor))
         return payloads
 
@@ -151,10 +155,19 @@ def payload_of(
     )
 
 
-def in_equal_parts(plan: Plan, bucket: Bucket, payload: Payload) -> Payload:
-    """Returns the payload in equal parts that takes as long as the bucket does on its busiest
-    rank."""
-    factor = largest_over_mean(plan.params, bucket.params, bucket.owners, num_ranks=plan.num_shards)
+def in_equal_parts(
+    plan: Plan, bucket: Bucket, payload: Payload, *, is_gather: bool = False
+) -> Payload:
+    """Returns the payload in equal parts that takes as long as the bucket's gradients do on their
+    busiest rank, or with `is_gather` its parameters."""
+    factor = largest_over_mean(
+        plan.params,
+        bucket.params,
+        bucket.owners,
+        num_ranks=plan.num_shards,
+        wire=bucket.wire,
+        is_gather=is_gather,
+    )
     return _stretched(payload, factor)
 
 

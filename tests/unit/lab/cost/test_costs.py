@@ -274,6 +274,9 @@ NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
             costs_for("100gbit", num_ranks=16, per_node=8, inside="2400gbit,3us"),
             id="ranks of a node have NVLink if nothing else is said",
         ),
+        pytest.param(
+            costs_for("100gbit,5us", num_ranks=64, per_node=1), costs_for("100gbit,5us", num_ranks=64), id="one rank per node"
+        ),
         pytest.param(costs_for("none", num_ranks=6), RingCosts(FAST, num_ranks=1), id="no link costs nothing"),
         pytest.param(
             costs_for("100gbit,5us", num_ranks=32, is_mesh=True, **NETWORK_NODES),
