@@ -25,7 +25,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # its stub hides it
 from torch.distributed.distributed_c10d import Store
 
 from undertow.config import SyncConfig
