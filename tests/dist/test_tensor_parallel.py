@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from support.errors import text_of
+from support.inside import ranks_that_choose
 from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import mesh_of
@@ -265,23 +266,31 @@ def test_a_signal_on_one_rank_stops_all_places_after_the_same_step() -> None:
         assert [int(each) for each in of_ranks] == [3] * 4
 
 
+@pytest.mark.parametrize("has_hook", [False, True], ids=["", "with a hook"])
 @ON_A_MESH
-def test_a_signal_stops_replicas_that_train_alone_at_all_places() -> None:
+def test_a_signal_stops_replicas_that_train_alone_at_all_places(has_hook: bool) -> None:
     with on_mesh(outer=Outer(every=2, fragments=1, delay=0)) as (mesh, model, _):
         stop_on_signal(model, (signal.SIGUSR1,))
-        optimizer, stopped = torch.optim.SGD(model.parameters(), lr=0.1), -1
-        for step in range(8):
+        if has_hook:  # then replicas have synchronizations, which reach their own places only
+            model.register_comm_hook(None, as_it_is)
+        optimizer, are_stopped = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(5):
             if step == 2 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             model(tokens(step, mesh["dp"].get_local_rank())).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if model.stop_requested:
-                stopped = step
-                break
-        of_ranks = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
-        dist.all_gather(of_ranks, torch.tensor([stopped]))
-        assert [int(each) for each in of_ranks] == [3] * 4
+            are_stopped.append(model.stop_requested)
+        of_ranks: list[Any] = [None] * 4
+        dist.all_gather_object(of_ranks, are_stopped)
+        assert of_ranks == [[False, False, False, True, True]] * 4
+
+
+def as_it_is(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The communication hook of a rank that averages over nobody else."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 @ON_A_MESH
@@ -313,6 +322,41 @@ def test_trials_of_a_format_need_parts_of_equal_sizes() -> None:
         net = parallelize_module(nn.Linear(4, 5), mesh["tp"], ColwiseParallel())
         text = text_of(ConfigError, lambda: attach(net, device_mesh=mesh["dp"], config=SyncConfig(wire="auto")))
         assert text.startswith('wire="auto" does not work with parameters whose parts have different sizes')
+
+
+class Grows(nn.Module):
+    """A layer, to which another one may be added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.more = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((layer(x).square().sum() for layer in self.more), self.first(x).square().sum())
+
+
+@ON_A_MESH
+def test_places_whose_parts_become_unequal_choose_plans_apart() -> None:
+    with mesh_of_four() as mesh:
+        data = mesh["dp"]
+        model = DistributedDataParallel(parallelize_module(Grows(), mesh["tp"], {"first": ColwiseParallel()}), device_mesh=data)
+
+        def step() -> tuple[int, ...]:
+            """The ranks that choose plans together."""
+            model(torch.ones(2, 4)).backward()
+            for param in model.module.parameters():
+                param.grad = None
+            return ranks_that_choose(model)
+
+        assert [step() for _ in range(2)] == [(0, 1, 2, 3)] * 2
+        torch.manual_seed(0)
+        model.module.more.append(parallelize_module(nn.Linear(4, 5), mesh["tp"], ColwiseParallel()))
+        own = tuple(dist.get_process_group_ranks(data.get_group()))
+        assert [step() for _ in range(2)] == [own] * 2
+        del model.module.more[0]
+        assert [step() for _ in range(2)] == [(0, 1, 2, 3)] * 2
+        model.close()
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise"])

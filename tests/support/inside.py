@@ -202,6 +202,11 @@ def own_group_of(model: Model) -> OwnGroup:
     return sync_of(model)._group
 
 
+def ranks_that_choose(model: Model) -> tuple[int, ...]:
+    """The ranks that measure steps and choose plans together."""
+    return tuple(own_group_of(model).deciding.user.ranks)
+
+
 def watch_of(model: Model) -> Watch:
     watch = own_group_of(model).watch
     assert isinstance(watch, Watch), "one rank alone watches nobody"

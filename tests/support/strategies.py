@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from undertow.plan import ParamSpec, Plan, SizeCaps, group_by_size, plan_from_groups
 from undertow.schedule import lower_accumulation, lower_data_parallel
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "complex128": 16}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "complex32": 4, "complex128": 16}
 
 
 def spec(name: str, numel: int, *, dtype: str = "float32", device: str = "cpu", is_sparse: bool = False) -> ParamSpec:

@@ -9,7 +9,7 @@ Reasons: docs/design/buckets.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,7 +92,7 @@ def _whole_bucket(spec: Bucket, shared: Shared) -> LiveBucket:
 class LiveBucket:
     """One bucket of a plan in training. Positions count its slots.
 
-    pack ──> transfer.start ──> transfer.finish ──> gradients.bind
+    gradients.pack ──> transfer.start ──> transfer.finish ──> gradients.bind
     catch_late ──> start_late ──> finish_late           of gradients that arrived after `pack`
     pack_local ──> bind_local                           of a backward that only accumulates
     """
@@ -133,10 +133,6 @@ class LiveBucket:
         """Keeps new gradients, which other streams have made, until the current one has packed."""
         self._keep(self.gradients.arrived())
 
-    def pack(self, not_arrived: Collection[int], *, is_discarded: bool = False) -> list[int]:
-        """Moves every gradient out of `.grad`, as `BucketGradients.pack` does."""
-        return self.gradients.pack(not_arrived, is_discarded=is_discarded)
-
     def pack_local(self) -> None:
         """Packs in a backward that only accumulates.
 
@@ -146,7 +142,7 @@ class LiveBucket:
             param.grad is not None and param.grad.requires_grad for param in self.params
         )
         if self._is_packed:
-            self.pack(())
+            self.gradients.pack(())
 
     def bind_local(self) -> None:
         """Binds `.grad` to values of `pack_local`, if it has packed."""

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import compress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -84,7 +84,9 @@ class FactCodec:
         self.write_digests(memory, facts.digests)
         self.write_flags(memory, facts.flags)
 
-    def write_numbers(self, memory: Tensor, numbers: Mapping[str, float | Tensor]) -> None:
+    def write_numbers(
+        self, memory: Tensor | NDArray[Any], numbers: Mapping[str, float | Tensor]
+    ) -> None:
         """Writes this rank's numbers; those in tensors may be on a device. Does not wait."""
         for name, number in numbers.items():
             memory[self._places[name].start + self._rank] = number
@@ -122,10 +124,10 @@ class FactCodec:
                 found[name] = indices(are_set[place])
         return found
 
-    def numbers(self, memory: Tensor, name: str) -> tuple[float, ...]:
+    def numbers(self, memory: Tensor | NDArray[Any], name: str) -> tuple[float, ...]:
         """Waits for the device; returns the number of each rank, if none is negative."""
         found: list[float] = []
-        for number in self.of(memory, name).tolist():
+        for number in memory[self._places[name]].tolist():
             found.append(abs(number) * self._divisor)
         return tuple(found)
 

@@ -30,6 +30,9 @@ _MOST_AT_ONCE = 512
 # References to an object in a list that no other code holds, as `is_referenced` counts them.
 _REFERENCES_OF_OURS = sum(map(getrefcount, [object()]))
 
+# Dtypes that numpy does not have, and those that hold the same values.
+WIDER_IN_NUMPY = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
 _grad_of = attrgetter("grad")
 
 # Gradients to be copied, from a position on, and True if all of them are new tensors.
@@ -78,9 +81,9 @@ class BucketMemory:
         trailer = self._spec.trailer
         self.trailer = self.flat[trailer.start : trailer.stop]
         # The same memory for numpy, which reads and writes a few elements faster than torch; None
-        # on a device, and for a dtype that numpy does not have.
+        # on a device, and for bfloat16 and complex32.
         is_on_host = device_of(self._device).is_host and not self.flat.is_meta
-        has_array = is_on_host and dtype is not torch.bfloat16
+        has_array = is_on_host and dtype not in WIDER_IN_NUMPY
         self.trailer_array = self.trailer.numpy() if has_array else None
         self._pointers = list(map(Tensor.data_ptr, self.views))
         self._count_uses = private.counter_of_uses(self.flat)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.facts import FactCodec, Facts, bits_of, indices
-from undertow.buckets.memory import BucketMemory
+from undertow.buckets.memory import WIDER_IN_NUMPY, BucketMemory
 from undertow.device import Accelerator, device_of
 from undertow.plan import Bucket
 from undertow.plan.facts import FACTS, SIGNATURE_BITS, STEP_BITS, ranks_differ
@@ -37,8 +37,8 @@ class Reading:
 class TrailerCodec:
     """The trailer of one bucket on `rank`.
 
-    It is built on the host and copied into the bucket in one piece. Its sum over ranks comes back
-    divided by `divisor`.
+    It is built on the host and, except flags, copied into the bucket in one piece. Its sum over
+    ranks comes back divided by `divisor`.
     """
 
     def __init__(
@@ -48,18 +48,16 @@ class TrailerCodec:
         num_slots, num_flags = len(trailer.used), trailer.numbers.start - start
         self._memory = memory
         self._device = device_of(memory.trailer.device)
-        self._rank, self._divisor = rank, divisor
+        self._rank = rank
         self._used = slice(0, num_slots)
         self._signature = slice(num_slots, num_slots + 2 * SIGNATURE_BITS)
         self._flags = slice(0, num_flags)  # all but the numbers
-        self._places = {
+        places = {
             name: range(place.start - start, place.stop - start) for name, place in trailer.facts
         }
-        self._facts = FactCodec(FACTS, self._places, rank=rank, names=names, divisor=divisor)
+        self._facts = FactCodec(FACTS, places, rank=rank, names=names, divisor=divisor)
         dtype = memory.trailer.dtype
-        # numbers in float32 if numpy does not have the dtype
-        has_array = dtype is not torch.bfloat16
-        wide = dtype if has_array else torch.float32
+        wide = WIDER_IN_NUMPY.get(dtype, dtype)
         self._mine = torch.zeros(trailer.stop - start, dtype=wide, device="cpu")
         # The same memory: numpy writes a few elements faster than torch.
         self._values = self._mine.numpy()
@@ -87,8 +85,8 @@ class TrailerCodec:
         signature ^= step % 2**STEP_BITS * (1 + 2**SIGNATURE_BITS)
         values[self._signature] = bits_of(signature, 2 * SIGNATURE_BITS)
         if facts is not None:
-            for name, number in facts.numbers.items():
-                values[self._places[name][self._rank]] = min(number, _LARGEST_NUMBER)
+            numbers = {name: min(number, _LARGEST_NUMBER) for name, number in facts.numbers.items()}
+            self._facts.write_numbers(values, numbers)
             if facts.digests != self._digests:
                 self._digests = facts.digests
                 self._facts.write_digests(self._mine, facts.digests)
@@ -150,10 +148,8 @@ class TrailerCodec:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Waits for the device; returns the number of each rank, if none is negative."""
-        place, array = self._places[name], self._memory.trailer_array
-        told = self._memory.trailer if array is None else array
-        numbers = told[place.start : place.stop].tolist()
-        return tuple([abs(number) * self._divisor for number in numbers])
+        array = self._memory.trailer_array
+        return self._facts.numbers(self._memory.trailer if array is None else array, name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

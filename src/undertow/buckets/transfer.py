@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
 from typing import ClassVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from undertow.buckets.comm_hook import CommHook, HookedBucket
@@ -100,17 +98,10 @@ class AllReduce(BucketTransfer):
         self._spec, self._memory, self._reducer = spec, memory, reducer
 
     def start(self, trailer: TrailerCodec, turn: Turn) -> None:
-        reducer, flat = self._reducer, self._memory.flat
+        reducer = self._reducer
         if reducer.finite is not None:
             reducer.mark_nonfinite((self._memory.gradients,), self._spec, trailer)
-        if self._is_averaged:
-            self.handles = (reducer.group.all_reduce_async(flat, dist.ReduceOp.AVG),)
-        else:
-            self.handles = (reducer.reduce(flat),)
-
-    @cached_property
-    def _is_averaged(self) -> bool:
-        return self._reducer.averages(self._memory.flat.dtype)
+        self.handles = (reducer.reduce(self._memory.flat),)
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         return self._reducer.reduce_each(values)

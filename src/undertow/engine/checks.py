@@ -144,8 +144,10 @@ class Checks:
         # compare.
         self.every = None if group.num_ranks == 1 else config.check_replicas_every
         self.loads = Loads(group)
-        is_told_elsewhere = config.outer is not None or group.is_on_mesh
-        self.stop = StopRequest(group, is_told_elsewhere=is_told_elsewhere)
+        has_replicas = config.outer is not None
+        self.stop = StopRequest(group, is_told_elsewhere=has_replicas or group.is_on_mesh)
+        # Places of one replica must not stop without the other replicas, whose exchanges tell it.
+        self._do_places_stop = not has_replicas
         self._current_plan = current_plan
         self.sent: list[_Sent] = []  # comparisons in flight
 
@@ -203,9 +205,10 @@ class Checks:
 
     def _tell_places(self, order: Sequence[str], number: int) -> _Sent:
         """Starts to compare the order of the gradients that are redistributed over another axis,
-        and tells if a signal has asked this rank to stop."""
+        and tells if a signal has asked this rank to stop, unless exchanges of replicas do."""
         axis, everyone = self._current_plan.placements.axis, self._current_plan.group.everyone
-        told = [digest_of_names(order), digest_of_names(map(str, axis)), self.stop.is_pending]
+        is_stopping = self._do_places_stop and self.stop.is_pending
+        told = [digest_of_names(order), digest_of_names(map(str, axis)), is_stopping]
         received = everyone.all_gather(
             torch.tensor(told, dtype=torch.int64, device=everyone.device), _ORDERS
         )
@@ -215,7 +218,8 @@ class Checks:
         self, everyone: OwnGroup, order: Sequence[str], received: Handle, number: int
     ) -> Desync | None:
         rows = received.result().tolist()
-        self.stop.places_end(is_told=any(is_stopping for *_, is_stopping in rows))
+        if self._do_places_stop:
+            self.stop.places_end(is_told=any(is_stopping for *_, is_stopping in rows))
         return _other_order(everyone, order, [row[:2] for row in rows], number)
 
     def require_alike(self) -> None:

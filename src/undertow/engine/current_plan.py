@@ -35,7 +35,7 @@ from undertow.engine.hooks import (
 from undertow.engine.params import ModuleParams
 from undertow.engine.tuning import Tuning, order_of
 from undertow.errors import PhaseError, require
-from undertow.mesh.axes import require_distributed_before, require_fits
+from undertow.mesh.axes import are_even, require_distributed_before, require_fits
 from undertow.mesh.local_tensors import KeptPlacements, local_params, local_tensor
 from undertow.plan import Plan, first_plan
 from undertow.ranks.agreement import BUILD_ALIKE, surroundings
@@ -422,11 +422,14 @@ class CurrentPlan:
         hooks = ParamHooks(change.named_params, compiled.plan, self._listeners, self.group.hardware)
         if compiled.reducer.is_active:
             _ = compiled.buckets  # too large ones fail here instead of in the first backward
+            present, group = self.members.named_params(), self.group
             # before the hooks by which a gradient counts as arrived
-            self.placements.follow(self.members.named_params())
+            self.placements.follow(present)
             hooks.start()
             hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
-            if params and self.group.num_ranks > 1:
+            if params and group.num_ranks > 1:
+                is_even = are_even(param for _, param in present)
+                group.deciding = group.everyone if is_even else group
                 is_observed = change.reducer.config.order == "observed"
                 order = None if is_observed else order_of(compiled.plan)
                 earlier = None if before is None else self.hooks.tuning

@@ -127,12 +127,11 @@ class ParamHooks:
         self.num_hooks_ever = private.num_hooks_ever()
 
     def run_last(self) -> bool:
-        """Moves these hooks after newer hooks of user code, which may change a gradient.
+        """Called when code has registered hooks since `num_hooks_ever` was counted. Moves these
+        hooks after newer ones of user code, which may change a gradient.
 
         Returns True if there were any.
         """
-        if self.num_hooks_ever == private.num_hooks_ever():
-            return False
         self.num_hooks_ever = private.num_hooks_ever()
         return any(list(map(private.run_last, self.params, self._registered)))
 

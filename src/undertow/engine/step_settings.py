@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, filterfalse
 from operator import attrgetter, is_
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -46,7 +46,8 @@ class _Known:
     # by the number, the first and the last of a group's parameters
     first_names: dict[tuple[int, int, int], str] = field(default_factory=dict)
     # by a group's number and the number of its parameters, the values that its settings were made
-    # of, if these cannot change in place
+    # of, if these cannot change in place. No parameter: it may refer to the optimizer by its hooks,
+    # and would keep the entry of this module forever.
     groups: dict[tuple[int, int], tuple[list[object], GroupSettings]] = field(default_factory=dict)
 
 
@@ -75,7 +76,8 @@ def settings_of(
             continue
         number = len(found)
         key = number, len(params)
-        now = [params[0], params[-1], *told, *map(group.get, told)]
+        # The reference to a tensor is the same object each time.
+        now = [ref(params[0]), ref(params[-1]), *told, *map(group.get, told)]
         before, settings = known.groups.get(key, _NONE)
         # Most steps have the very values of the step before: a text of each would take longer.
         if settings is None or len(before) != len(now) or not all(map(is_, before, now)):

@@ -25,7 +25,11 @@ NUM_STEPS_COUNTED = 5  # of a window. The step that ends with a new plan's first
 # than later ones of the same plan.
 NUM_FIRST_STEPS = 5
 MOST_DROPS = 2  # a trial that is dropped begins again once
+# Windows that wait for another model, whose trials took up to 56 on recorded steps. If ranks give
+# two models of one backward their turns in opposite orders, both would wait forever.
+MOST_WAITS = 100
 _DETERMINISTIC = "torch.use_deterministic_algorithms is on, and another plan rounds differently"
+_WAITED = f"it was the turn of another model of the process for {MOST_WAITS} windows"
 
 
 class Trying:
@@ -57,6 +61,7 @@ class Trying:
         self._sent: tuple[Tensor, Handle] | None = None  # this window's times; see `_send`
         self._num_forwards = 0.0  # of a step, in all windows; 0 before the first one
         self._num_steps_of_other = 0  # of the model whose turn it is, at the last look
+        self._num_waits = 0  # windows in which it was another model's turn, on some rank
 
     @property
     def communicates_next(self) -> bool:
@@ -137,6 +142,9 @@ class Trying:
             self.trials.stop(_DETERMINISTIC)
         elif waits:
             self._leave_turn()  # ranks that have given it to different models must agree
+            self._num_waits += 1
+            if self._num_waits == MOST_WAITS:
+                self.trials.stop(_WAITED)
         elif most != -minus_least or most != (self._num_forwards or most):
             self._drop()
         else:

@@ -124,7 +124,8 @@ class Tuning:
 
     @property
     def is_new(self) -> bool:
-        """True if the plan that `round_ends` has returned has never been in force."""
+        """True if the plan that `round_ends` has returned is a candidate whose first window
+        begins."""
         return self.trying is not None and self.trying.trials.is_new
 
     def forget_window(self) -> None:

@@ -26,7 +26,7 @@ from undertow.engine.step_events import StepEvents
 from undertow.engine.steps import EngineSteps
 from undertow.engine.stop import StopRequest
 from undertow.errors import PhaseError, require
-from undertow.mesh.axes import are_even, everyone, other_groups, replica_of, require_fits_replicas
+from undertow.mesh.axes import everyone, other_groups, replica_of, require_fits_replicas
 from undertow.outer.outer_sync import OuterSync
 from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef
@@ -117,10 +117,7 @@ class GroupSync:
                 within = make(replica, within=mesh)
                 self.attached.callback(within.close)
             group = group.replica()
-        own = make(group, within=within, is_axis=mesh is not None)
-        if own.is_on_mesh and are_even(params):
-            own.deciding = own.everyone
-        return own
+        return make(group, within=within, is_axis=mesh is not None)
 
     def close_with(self, owner: object) -> None:
         """Closes this when the last reference to `owner` is gone, if not before.

@@ -13,7 +13,8 @@ from undertow.buckets.trailer import Reading, TrailerCodec
 from undertow.plan import plan_from_groups, signature_of
 from undertow.plan.facts import FACTS, FactKind
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.complex32]
 
 
 def reduced(facts: Sequence[Facts], *, dtype: torch.dtype = torch.float32, divides: bool = True) -> tuple[Reading | None, Any]:
@@ -28,9 +29,10 @@ def reduced(facts: Sequence[Facts], *, dtype: torch.dtype = torch.float32, divid
         divisor = num_ranks if divides else 1
         codec = TrailerCodec(layout, storage, divisor=divisor, rank=rank, names=range(10, 10 + num_ranks))
         codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=own)
-        codecs.append((codec, storage))
-    total = torch.stack([storage.flat for _, storage in codecs]).sum(dim=0)
-    codecs[0][1].flat.copy_(total / num_ranks if divides else total)
+        # as `OwnGroup` sends them
+        codecs.append((codec, torch.view_as_real(storage.flat) if dtype.is_complex else storage.flat))
+    total = torch.stack([flat for _, flat in codecs]).sum(dim=0)
+    codecs[0][1].copy_(total / num_ranks if divides else total)
     return codecs[0][0].read(), codecs[0][0]
 
 

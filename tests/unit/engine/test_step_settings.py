@@ -1,5 +1,8 @@
 """Settings that optimizers have stepped with: what ranks compare, and what they name if it differs."""
 
+import gc
+import weakref
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import numpy as np
@@ -108,6 +111,27 @@ def test_another_parameter_names_its_group_and_settings_that_stay_are_not_descri
     optimizer.param_groups[0]["params"][0] = params[1]
     (third,) = settings_of(optimizer, names, names)
     assert (first[0].label, third.label) == ("group 0 of SGD with '000'", "group 0 of SGD with '001'")
+
+
+def stepped(*, num_params: int) -> tuple[torch.optim.Optimizer, Mapping[int, str]]:
+    """An optimizer that has told its settings, and that a hook on its last parameter reaches."""
+    params = [nn.Parameter(torch.ones(1)) for _ in range(num_params)]
+    names = dict(zip(map(id, params), map(str, range(num_params)), strict=True))
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    params[-1].register_hook(lambda _: optimizer.zero_grad())
+    settings_of(optimizer, names, names)
+    return optimizer, names
+
+
+@pytest.mark.parametrize("num_left", [2, 1], ids=["", "its group has become shorter"])
+def test_an_optimizer_that_a_hook_on_its_parameter_reaches_is_freed(num_left: int) -> None:
+    optimizer, names = stepped(num_params=2)
+    kept = weakref.ref(optimizer)
+    del optimizer.param_groups[0]["params"][num_left:]
+    settings_of(optimizer, names, names)
+    del optimizer
+    gc.collect()
+    assert kept() is None
 
 
 def test_words_of_the_program_and_choices_of_an_implementation_are_not_compared() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from undertow.engine.trying import NUM_FIRST_STEPS, NUM_STEPS_COUNTED, Trying
+from undertow.engine.trying import MOST_WAITS, NUM_FIRST_STEPS, NUM_STEPS_COUNTED, Trying
 from undertow.plan import ParamSpec, Plan, plan_from_groups
 from undertow.tune import Trials, Verdict
 
@@ -180,3 +180,17 @@ def test_models_that_ranks_take_in_different_orders_wait_for_each_other_once() -
     for _ in range(NUM_ROUNDS):
         run.step()
     assert run.times_ms == [600.0]
+
+
+def test_models_that_always_wait_for_each_other_stop_their_trials() -> None:
+    """In one backward, ranks may give two models their turns in opposite orders, in every window."""
+    run = Run(Group(lambda values: [*values[:3], 1.0, 0.0]))
+    first = run.plan
+    for _ in range(NUM_ROUNDS * MOST_WAITS - 1):
+        run.step()
+    assert not run.trying.trials.are_over
+    assert run.step() is first
+    assert (
+        run.trying.told() == "trials have ended after 700 steps: it was the turn of another model of the process for 100 windows"
+    )
+    assert run.times_ms == []
