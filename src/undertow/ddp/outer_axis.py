@@ -309,7 +309,7 @@ class OuterAxis:
 
     def _in_another_order(self, index: int, values: Tensor) -> Desync:
         name, numel = self._names[index], values.numel()
-        texts = self._group.watch.ask(f"{name!r}, {numel} elements")
+        texts = self._group.watch.ask(f"{name!r}, {numel} elements", of=self._group.names)
         listed = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(texts.items()))
         return Desync(
             "replicas reduce gradients of different modules, or of different parameters of one.",

@@ -58,7 +58,7 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
         raise taken_in_backward(takers, number, place=taken or f"rank {group.name}")
     failed = ended.found.reported("failed")
     if any(reading.ranks_differ for reading in ended.found.readings):
-        listed = sorted(group.watch.ask(_place(ended)).items())
+        listed = sorted(group.watch.ask(_place(ended), of=group.names).items())
         raise Desync(
             "ranks are not in the same step.",
             where="\n  ".join((where, *(f"rank {other}: {place}" for other, place in listed))),
@@ -80,7 +80,8 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
             "the log of that rank.",
         )
     if "settings" in ended.found.unlike and not ended.has_failed:
-        raise settings_differ(group.watch.ask(text_of(ended.terms.settings)), where=where)
+        texts = group.watch.ask(text_of(ended.terms.settings), of=group.names)
+        raise settings_differ(texts, where=where)
 
 
 def not_waited_for(number: int) -> PhaseError:
