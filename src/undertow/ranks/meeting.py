@@ -24,8 +24,9 @@ import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import FileStore
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from undertow.config import SyncConfig
@@ -46,6 +47,7 @@ _MOST_PAUSE_S = 2.0
 _PAUSES_S = (0.005, 0.05)  # most ranks arrive so soon: they need no thread
 # Of one request by the thread, which then looks if the rank still waits: `Lateness` decides that.
 _REQUEST_S = 60.0
+_FileStore: Any = dist.FileStore  # type: ignore[attr-defined]  # missing in torch's exports
 _ALL = "all"  # the end of the key that tells that all have arrived at a place, or one has given up
 
 
@@ -172,7 +174,7 @@ class _LastArrival:
             target=self._wait, args=(store, key), name="undertow-meets", daemon=True
         )
         try:
-            if not isinstance(innermost(store), FileStore):
+            if not isinstance(innermost(store), _FileStore):
                 thread.start()
                 return
         except RuntimeError:
