@@ -42,6 +42,15 @@ PLAIN = """strategy='zero1' needs a sharded optimizer, and AdamW is not one.
 CLIPPED = """the gradient of 'weight' is sharded: no rank has all of it.
   aten.linalg_vector_norm.default
   Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), or call zero_grad() before writing."""
+OF_TORCH = (
+    "target must be the result of attach() or DistributedDataParallel, got torch's class of that name: import it from undertow."
+)
+NO_NUMBER = """max_norm must be a number, got generator.
+  clip_grad_norm_
+  Write optimizer.clip_grad_norm_(1.0) or undertow.clip_grad_norm_(model, 1.0): both know the parameters."""
+NO_PARAMS = """params must be parameters or groups of them, got float.
+  ShardedOptimizer
+  Give settings by name: ShardedOptimizer(torch.optim.AdamW, model, lr=...)."""
 POSITIONAL = """settings are given by name, got 'zero1' without one.
   SyncConfig
   Write SyncConfig(strategy=...)."""
@@ -104,6 +113,9 @@ def test_a_sharded_optimizer_needs_the_wrapped_model_and_a_class() -> None:
         assert text_of(WrongType, lambda: ShardedOptimizer(torch.optim.AdamW, model.module, lr=1e-3)) == UNWRAPPED
         made = torch.optim.AdamW(model.parameters())
         assert text_of(WrongType, lambda: ShardedOptimizer(made, model)) == INSTANCE  # type: ignore[arg-type]
+        assert text_of(WrongType, lambda: ShardedOptimizer(torch.optim.AdamW, model, 1e-3)) == NO_PARAMS  # type: ignore[arg-type]
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    assert text_of(WrongType, lambda: ShardedOptimizer(torch.optim.AdamW, wrapped)).splitlines()[0] == OF_TORCH
 
 
 @in_ranks(2)
@@ -121,6 +133,7 @@ def test_plain_clipping_names_the_call_for_shards() -> None:
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
         model(torch.ones(1, 2)).sum().backward()
         assert text_of(ShardedGradientError, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == CLIPPED
+        assert text_of(WrongType, lambda: optimizer.clip_grad_norm_(model.parameters(), 1.0)) == NO_NUMBER  # type: ignore[arg-type]
         optimizer.zero_grad()
 
 

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from undertow.errors import NonFiniteGradient, PhaseError, require
+from undertow.errors import NonFiniteGradient, PhaseError, WrongType, require
 from undertow.mesh.axes import num_pieces
 from undertow.mesh.local_tensors import local_gradient
 from undertow.ranks.transport import OwnGroup
@@ -69,6 +70,14 @@ def clip_members(
     error_if_nonfinite: bool,
 ) -> Tensor:
     """Clips the gradients of some parameters of a model, and of its experts; returns their norm."""
+    require(
+        isinstance(max_norm, Real | Tensor),
+        f"max_norm must be a number, got {type(max_norm).__name__}.",
+        where="clip_grad_norm_",
+        remedy="Write optimizer.clip_grad_norm_(1.0) or undertow.clip_grad_norm_(model, 1.0): both "
+        "know the parameters.",
+        error=WrongType,
+    )
     for sync, params in members:
         sync._own.engine_steps.finish_before_look(params, reader="clip_grad_norm_")
         require(

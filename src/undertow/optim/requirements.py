@@ -1,6 +1,7 @@
 """The requirements of a sharded optimizer on its class, its model and its parameters."""
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ def require_arguments(cls: object, sync: GradientSync, params: ParamGroups | Non
         where="ShardedOptimizer",
         remedy="Pass the class, such as torch.optim.AdamW, and its settings by name. An optimizer "
         "that exists is sharded by undertow.shard_optimizer(optimizer, model).",
+        error=WrongType,
+    )
+    require(
+        not isinstance(params, Real),
+        f"params must be parameters or groups of them, got {type(params).__name__}.",
+        where="ShardedOptimizer",
+        remedy="Give settings by name: "
+        f"ShardedOptimizer(torch.optim.{cls.__name__}, model, lr=...).",
         error=WrongType,
     )
     require(

@@ -425,9 +425,11 @@ def sync_of(target: object, *, where: str, remedy: str) -> GradientSync:
     sync = getattr(target, "sync", target)
     if isinstance(sync, GradientSync):
         return sync
+    name = type(target).__name__
+    if isinstance(target, nn.parallel.DistributedDataParallel):
+        name = "torch's class of that name: import it from undertow"
     raise WrongType(
-        "target must be the result of attach() or DistributedDataParallel, got "
-        f"{type(target).__name__}.",
+        f"target must be the result of attach() or DistributedDataParallel, got {name}.",
         where=where,
         remedy=remedy,
     )
