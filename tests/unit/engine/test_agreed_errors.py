@@ -20,7 +20,7 @@ def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
 
 def of_ranks(number: int, said: str = "") -> Any:
     """The group of rank 1, whose rank 0 answers so."""
-    watch = SimpleNamespace(ask=lambda mine: {0: said, 1: mine} if said else {})
+    watch = SimpleNamespace(ask=lambda mine, of: {0: said, 1: mine} if said else {})
     return SimpleNamespace(name=1, num_ranks=number, names=range(number), watch=watch)
 
 

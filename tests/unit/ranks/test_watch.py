@@ -72,7 +72,7 @@ def test_a_message_that_makes_no_sense_is_dropped_with_a_word(change: Any, caplo
     assert (ring.fault, ring.left, watch._texts) == (None, {}, {})
     assert "made no sense" in caplog.messages[0]
     ring.hear(source, [json.dumps(GOOD).encode()], is_connected=True)
-    assert watch._texts == {0: {0: "here"}}
+    assert watch._texts == {"0": {0: "here"}}
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_message_goes_both_ways_round_up_to_the_rank_that_has_said_it() -> Non
     ring.hear(after, [said[2], said[3], said[0]], is_connected=True)
     assert [call.args[0] for call in after.send.call_args_list] == [said[0], said[3]]
     assert [call.args[0] for call in before.send.call_args_list] == [said[2], said[3]]
-    assert watch._texts == {0: dict.fromkeys((0, 2, 3), "here")}
+    assert watch._texts == {"0": dict.fromkeys((0, 2, 3), "here")}
 
 
 def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
