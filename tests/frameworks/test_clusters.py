@@ -51,7 +51,7 @@ CONTAINER = {
     "volumeMounts": [{"name": str, "mountPath": str}],
 }
 VOLUME = {"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str, "sizeLimit": str}}
-POD = {"restartPolicy": str, "containers": [CONTAINER], "volumes": [VOLUME]}
+POD = {"restartPolicy": str, "terminationGracePeriodSeconds": int, "containers": [CONTAINER], "volumes": [VOLUME]}
 JOB = {"completionMode": str, "parallelism": int, "completions": int, "backoffLimit": int, "template": {"spec": POD}}
 SCHEMA = {
     "apiVersion": str,

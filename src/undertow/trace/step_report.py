@@ -144,7 +144,10 @@ class StepReport(Shown):
         if self.overlap is None:
             return "Nothing is sent, so nothing is waited for: all gradients stay where they are."
         if self.num_steps < _FEWEST_STEPS:
-            return f"Too few steps to judge: {self.num_steps} under this plan. Ask again after ten."
+            return (
+                f"Too few steps to judge: {self.num_steps} under this plan. "
+                "Train at least ten more."
+            )
         if held_up := _held_up(self):
             return held_up
         if self.verdict in ("excellent", "good"):

@@ -170,7 +170,7 @@ def six(**changes: Any) -> StepReport:
     [
         (report(), "No step is recorded yet: run a training step, and leave record on."),
         (ALONE, "Nothing is sent, so nothing is waited for: all gradients stay where they are."),
-        (PLAIN, "Too few steps to judge: 1 under this plan. Ask again after ten."),
+        (PLAIN, "Too few steps to judge: 1 under this plan. Train at least ten more."),
         (
             six(step_us=1e6),
             "Well hidden: the step waits for communication in 2.0% of its time. There is nothing to do.",

@@ -70,7 +70,11 @@ def show_plan(
     console.print(_bucket_table(plan))
     if bucket_cap_mb is None:
         print_line(console, f"Network: {what_if.network}")
-        print_line(console, "The fastest plans of each number of buckets, predicted:")
+        print_line(
+            console,
+            "The fastest plans of each number of buckets, by the predicted end of the last "
+            "reduction (undertow simulate predicts the whole step):",
+        )
         for candidate in what_if.choice.candidates:
             print_line(console, f"  {_candidate_text(candidate, plan)}")
     if out is not None:

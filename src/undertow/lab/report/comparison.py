@@ -89,5 +89,7 @@ def print_steps(steps: Sequence[SimulatedStep], console: Console) -> None:
     )
     low, high = (f"{share - 1:+.0%}" for share in BAND)
     console.print(
-        f"Nine of ten published step times are within {low} and {high} of their predictions."
+        f"Nine of ten published step times are within {low} and {high} of their predictions. "
+        "If the profile is of ranks over gloo on one machine, or of another link than the one "
+        "given, only compare plans with each other.",
     )
