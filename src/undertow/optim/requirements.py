@@ -38,8 +38,7 @@ def require_arguments(cls: object, sync: GradientSync, params: ParamGroups | Non
         not isinstance(params, Real),
         f"params must be parameters or groups of them, got {type(params).__name__}.",
         where="ShardedOptimizer",
-        remedy="Give settings by name: "
-        f"ShardedOptimizer(torch.optim.{cls.__name__}, model, lr=...).",
+        remedy="Give settings by name: ShardedOptimizer(torch.optim.AdamW, model, lr=...).",
         error=WrongType,
     )
     require(
