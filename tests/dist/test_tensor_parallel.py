@@ -28,7 +28,7 @@ from support.errors import text_of
 from support.inside import ranks_that_choose
 from support.levels import some
 from support.ranks import in_ranks
-from support.sharded import mesh_of
+from support.sharded import kept_mesh, mesh_of
 from support.tensor_parallel import (
     GPT,
     gpt,
@@ -720,7 +720,7 @@ def fully_sharded(mesh: DeviceMesh) -> Callable[[], object]:
 
 
 def outer_on_rows(mesh: DeviceMesh) -> Callable[[], object]:
-    cube = DeviceMesh("cpu", [[[0, 1]], [[2, 3]]], mesh_dim_names=("rows", "dp", "tp"))
+    cube = kept_mesh(2, 1, 2, names=("rows", "dp", "tp"))
     config = SyncConfig(outer=Outer(every=2))
     return lambda: attach(parallelized(gpt(), cube["tp"]), device_mesh=cube["rows", "dp"], config=config)
 
