@@ -571,7 +571,7 @@ def test_a_search_for_infinities_makes_the_host_wait_only_for_trailers(settings:
         num_before = len(it.checker.synchronizations)
         loss(it.model, on_device(noise(4, BLOCKS))).backward()
         assert {text.split("\n")[1].rpartition(" ")[2] for text in it.checker.synchronizations[num_before:]} <= {
-            *("TrailerCodec.read", "TrailerCodec.numbers"),
+            *("TrailerCodec.read", "FactCodec.numbers"),
         }
 
 
