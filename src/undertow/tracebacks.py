@@ -70,7 +70,9 @@ def _tell_torchrun(error: BaseException) -> None:
     cause is earlier, also if torchrun finds it later.
     """
     path = os.environ.get(_FOR_TORCHRUN)
-    if not path or os.environ.get(_FILE_OF) != _of_this_process(path):
+    # Nobody has it if the variable came after the import.
+    owner = os.environ.get(_FILE_OF, "")
+    if not path or (owner.endswith(f" {path}") and owner != _of_this_process(path)):
         return
     if os.path.exists(path) or not isinstance(error, Exception):
         return
