@@ -45,8 +45,8 @@ def shorten_tracebacks() -> None:
     """
     previous = sys.excepthook
     path = os.environ.get(_FOR_TORCHRUN)
-    if path and not os.environ.get(_FILE_OF, "").endswith(f" {path}"):
-        os.environ[_FILE_OF] = _of_this_process(path)
+    if path:
+        _has_claimed(path)
 
     def shortened(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -59,8 +59,14 @@ def shorten_tracebacks() -> None:
     sys.excepthook = shortened
 
 
-def _of_this_process(path: str) -> str:
-    return f"{os.getpid()} {path}"
+def _has_claimed(path: str) -> bool:
+    """Returns True on the first process that asks for this file, which claims it, and False on
+    those that it starts."""
+    mine = f"{os.getpid()} {path}"
+    owner = os.environ.get(_FILE_OF, "")
+    if not owner.endswith(f" {path}"):
+        owner = os.environ[_FILE_OF] = mine
+    return owner == mine
 
 
 def _tell_torchrun(error: BaseException) -> None:
@@ -70,9 +76,7 @@ def _tell_torchrun(error: BaseException) -> None:
     cause is earlier, also if torchrun finds it later.
     """
     path = os.environ.get(_FOR_TORCHRUN)
-    # Nobody has it if the variable came after the import.
-    owner = os.environ.get(_FILE_OF, "")
-    if not path or (owner.endswith(f" {path}") and owner != _of_this_process(path)):
+    if not path or not _has_claimed(path):  # the variable may have come after the import
         return
     if os.path.exists(path) or not isinstance(error, Exception):
         return

@@ -74,8 +74,10 @@ def _is_outer(value: object) -> bool:
 
 
 def _is_axis(value: object) -> bool:
-    is_pair = isinstance(value, list) and len(value) == 2
-    return is_pair and _is_text(value[0]) and _is_number(value[1]) and value[1] > 0  # type: ignore[index]
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    name, size = value
+    return _is_text(name) and _is_number(size) and size > 0
 
 
 _OF_SAVE: Mapping[str, _Test] = {"save": _is_text, "saved_ns": _is_number}

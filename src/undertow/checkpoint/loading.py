@@ -134,17 +134,15 @@ class Loading:
                 states.require_listed(Opened(self._opened.folder), name, entries)
         if ranks.rank == 0:
             files.require_no_others(self._folder, self._of_all)
-        if ranks.is_first:
-            self._require_files_of_outer()
         if "outer" in index:
+            if ranks.is_first:
+                self._require_files_of_outer()
             replicas = range(ranks.rank_at_place, index["num_replicas"], len(ranks.own))
             for name in map(files.replica_file, replicas):
                 self._opened.file(name)
 
     def _require_files_of_outer(self) -> None:
         """Compares files of outer synchronization whose values no rank loads."""
-        if "outer" not in self.index:
-            return
         if self._has_replicas:
             contents.state_for_model(self._opened, self.index, self._names)
         else:

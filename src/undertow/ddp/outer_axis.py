@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -140,16 +140,7 @@ class OuterAxis:
         self._turns = Rotation(is_host=self._group.hardware.is_host)
         self._reduced: set[int] = set()  # modules in this backward
         self._partial: dict[int, Tensor] = {}  # sums that torch was told not to average yet
-        self._undo = [
-            fsdp.take_over(
-                part,
-                self._keep
-                if config.outer is not None
-                else partial(self._reduce, index, fsdp.param_groups(part)),
-                refuse=partial(_refuse_divisor, f"module {self._names[index]!r}"),
-            )
-            for index, (_, part) in enumerate(managed)
-        ]
+        self._undo = [self._taken_over(index, part) for index, (_, part) in enumerate(managed)]
         # torch holds the hooks, and they hold this object, as long as the model exists
         ends = self._exchanges.close, self._group.close, self._whole.close
         self._finalizer = weakref.finalize(module, _call_all, ends)
@@ -183,6 +174,15 @@ class OuterAxis:
         if self._sync is not None:
             self._sync.close()
         self._finalizer()
+
+    def _taken_over(self, index: int, part: nn.Module) -> Callable[[], None]:
+        """Has torch give the shards of a module's gradients to this object; returns a function
+        that undoes this."""
+        reduce: Callable[[Tensor], None] = partial(self._reduce, index, fsdp.param_groups(part))
+        if self._config.outer is not None:
+            reduce = self._keep
+        refuse = partial(_refuse_divisor, f"module {self._names[index]!r}")
+        return fsdp.take_over(part, reduce, refuse=refuse)
 
     def _synchronized(
         self, module: nn.Module, named_params: dict[str, Tensor], replicas: dist.ProcessGroup

@@ -19,7 +19,7 @@ from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading, Snapshot
 from undertow.engine.measuring import Present
 from undertow.errors import UndertowError
-from undertow.mesh.local_tensors import alike_on_axes
+from undertow.mesh.local_tensors import alike_on_axes, local_tensors
 from undertow.plan import Plan
 from undertow.ranks.dither import Rotation
 from undertow.ranks.transport import OwnGroup
@@ -66,7 +66,9 @@ class CompiledPlan:
             before.release_messages()
         self.is_profiling = False  # torch's profiler runs
         self.has_formats = any(plan.wires)
-        self._is_dithered = any(wire and WIRES[wire].is_dithered for wire in plan.wires)
+        is_dithered = any(wire and WIRES[wire].is_dithered for wire in plan.wires)
+        # The parameters that give each round its dither.
+        self._dithered_by = alike_on_axes(params) if is_dithered else []
         self._num_rounds = 0
 
     @cached_property
@@ -115,8 +117,8 @@ class CompiledPlan:
             # In case no forward has. Autograd detects most parameters that were read too early.
             self.layout.wait_for_parameters()
         if is_synchronized and self.has_formats:
-            if self._is_dithered:
-                self.turns.advance(alike_on_axes(self.params))
+            if self._dithered_by:
+                self.turns.advance(local_tensors(self._dithered_by))
             self.reducer.lost.begin()
         if not self.snapshots or not is_synchronized:
             return []

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from undertow.buckets.finite import not_finite
@@ -23,7 +21,7 @@ from undertow.errors import NonFiniteGradient, listed
 from undertow.mesh.local_tensors import local_tensor
 from undertow.plan import Plan
 from undertow.ranks import faults
-from undertow.ranks.agreement import gather_json
+from undertow.ranks.agreement import any_rank, gather_json
 from undertow.ranks.transport import OwnGroup
 
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
@@ -216,9 +214,7 @@ def _idle(optimizer: Optimizer) -> Optimizer:
 def found_by_any(everyone: OwnGroup, finding: Finding | None) -> Finding | None:
     """Returns the finding of the first rank that has one, on every rank; a collective call."""
     what = "whether all ranks' gradients are finite"
-    is_found = torch.tensor(float(finding is not None), device=everyone.device)
-    everyone.all_reduce(is_found, what, dist.ReduceOp.MAX).wait()
-    if not is_found:
+    if not any_rank(everyone, finding is not None, what):
         return None
     mine = None if finding is None else dataclasses.asdict(finding)
     found = next(each for each in gather_json(everyone, mine, waits_for=what) if each is not None)

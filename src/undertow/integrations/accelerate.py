@@ -71,10 +71,11 @@ def prepare(
         _wrapped(accelerator, item, config) if isinstance(item, nn.Module) else item
         for item in args
     ]
-    for item in items if (stop_signals := tuple(stop_signals)) else ():
+    signals = tuple(stop_signals)
+    for item in items:
         model = getattr(item, "_orig_mod", item)  # torch.compile's, which Accelerate may call
-        if isinstance(model, undertow.DistributedDataParallel):
-            _stop_on_signal(accelerator, model, stop_signals)
+        if signals and isinstance(model, undertow.DistributedDataParallel):
+            _stop_on_signal(accelerator, model, signals)
     # Accelerate leaves an object as it is that it has prepared before.
     is_sharded = any(
         isinstance(getattr(item, "optimizer", None), ShardedOptimizer) for item in optimizers

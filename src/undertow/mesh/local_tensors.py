@@ -146,13 +146,12 @@ def awaited_members(kind: type, arrive: Callable[[Any], object]) -> dict[str, An
 
 
 def alike_on_axes(params: Sequence[Tensor]) -> list[Tensor]:
-    """Returns this rank's parts of the parameters that all places of the other axes hold whole, or
-    of all parameters if there are none.
+    """Returns the parameters that all places of the other axes hold whole, or all parameters if
+    there are none.
 
-    What is derived from these is the same at all places.
+    Values that follow from this rank's parts of them are the same at all places.
     """
-    whole = [param for param in params if is_whole(param)]
-    return local_tensors(whole or params)
+    return list(filter(is_whole, params)) or list(params)
 
 
 def is_whole(tensor: Tensor) -> bool:

@@ -74,16 +74,17 @@ class Comparisons:
             ]
             if differing:
                 first = differing[0]
-                is_frozen = first == len(names)
-                kind = "frozen" if is_frozen else "global"
+                if first < len(names):
+                    name, kind, remedy = names[first], "global", _WRITES
+                else:
+                    name = first_that_differs(self._all_ranks, compared.frozen)
+                    kind, remedy = "frozen", _WRITES_FROZEN
                 raise mismatch(
-                    first_that_differs(self._all_ranks, compared.frozen)
-                    if is_frozen
-                    else names[first],
+                    name,
                     {
                         rank: values[first]
                         for rank, values in zip(self._all_ranks.names, of_ranks, strict=True)
                     },
                     where=f"{kind} parameters, step {step}",
-                    remedy=_WRITES_FROZEN if is_frozen else _WRITES,
+                    remedy=remedy,
                 )

@@ -13,6 +13,7 @@ from undertow.engine.checks import has_bits
 from undertow.engine.params import ModuleParams
 from undertow.mesh.local_tensors import local_tensor
 from undertow.outer.facts import MODULO
+from undertow.outer.step_settings import not_on_all
 from undertow.ranks.transport import OwnGroup
 
 _MOST_VALUES = 64  # of a parameter in its sample
@@ -69,8 +70,5 @@ class Frozen:
 def first_that_differs(group: OwnGroup, mine: Mapping[str, Tensor]) -> str:
     """Returns the first name with another fingerprint on some rank; every rank calls this."""
     lines = {f"{int(value)} {name}" for name, value in mine.items()}
-    texts = group.watch.ask("\n".join(lines), of=group.names)
-    of_ranks = [set(text.splitlines()) for text in texts.values()]
-    differing = lines.union(*of_ranks) - lines.intersection(*of_ranks)
-    names = {line.partition(" ")[2] for line in differing}
+    names = {line.partition(" ")[2] for line in not_on_all(group, lines)}
     return min(names or mine, default="?")

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -41,7 +40,7 @@ from undertow.outer.replicas import Replicas, open_replicas
 from undertow.outer.state_dicts import StateDicts
 from undertow.outer.steps import StepCounter
 from undertow.plan.fragments import Turns, layers_of
-from undertow.ranks.agreement import surroundings
+from undertow.ranks.agreement import any_rank, surroundings
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private, tables, unscaling
 from undertow.trace import OuterReport
@@ -438,9 +437,7 @@ class OuterSync(StepListener):
         group = self.all_ranks
         if not group.is_on_mesh:
             return part.is_stopping
-        told = torch.tensor(float(part.is_stopping), device=group.device)
-        group.everyone.all_reduce(told, "the requests to stop", dist.ReduceOp.MAX).wait()
-        return bool(told)
+        return any_rank(group.everyone, part.is_stopping, "the requests to stop")
 
     # Fragments.
 

@@ -61,14 +61,18 @@ class StepSettings:
 
     def difference(self, group: OwnGroup, *, where: str) -> PlanMismatch:
         """Returns the error of ranks whose digests differ; every rank calls this."""
-        mine = " ".join(f"{step}:{digest_of(found)}" for step, found in self._of_steps.items())
-        texts = group.watch.ask(mine, of=group.names)
-        of_ranks = [set(text.split()) for text in texts.values()]
-        differing = set().union(*of_ranks).difference(set(mine.split()).intersection(*of_ranks))
-        steps = sorted(int(text.partition(":")[0]) for text in differing)
+        mine = {f"{step}:{digest_of(found)}" for step, found in self._of_steps.items()}
+        steps = sorted(int(text.partition(":")[0]) for text in not_on_all(group, mine))
         if steps:
             where = f"{where}, step {steps[0]}"
         first = self._of_steps.get(steps[0], ()) if steps else ()
         texts = group.watch.ask(text_of(first), of=group.names)
         self.restart()
         return settings_differ(texts, where=where)
+
+
+def not_on_all(group: OwnGroup, mine: set[str]) -> set[str]:
+    """Returns the lines that some rank has and some other has not; every rank calls this."""
+    texts = group.watch.ask("\n".join(mine), of=group.names)
+    of_ranks = [set(text.splitlines()) for text in texts.values()]
+    return mine.union(*of_ranks) - mine.intersection(*of_ranks)

@@ -64,6 +64,14 @@ def gather_json(group: OwnGroup, value: object, *, waits_for: str = _COMPARISON)
     return list(map(json.loads, gather_bytes(text, all_gather, group.device)))
 
 
+def any_rank(group: OwnGroup, is_here: bool, what: str) -> bool:
+    """Returns True on every rank if it `is_here` on some rank; a collective call. Reports call the
+    wait for it `what`."""
+    found = torch.tensor(float(is_here), device=group.device)
+    group.all_reduce(found, what, dist.ReduceOp.MAX).wait()
+    return bool(found)
+
+
 def gather_bytes(
     mine: bytes, all_gather: Callable[[Tensor], Tensor], device: torch.device
 ) -> list[bytes]:

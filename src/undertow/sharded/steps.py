@@ -52,8 +52,8 @@ class _Stepper:
 
 
 class ShardedSteps(StepListener):
-    """Steps of `module` in shards; making one is a collective call, which makes the process groups
-    that shards need of their own: none over gloo without a mesh.
+    """Steps of `module` in shards; making one is a collective call, which makes the separate
+    process groups that shards need: none over gloo without a mesh.
 
     Updated parameters are gathered during the next forward, or at once if the settings ask for no
     overlap. Raises ConfigError if the settings do not work with shards.
@@ -272,8 +272,8 @@ class ShardedSteps(StepListener):
         try:
             compiled = self._engine.current_plan.compiled
             compiled.group.watch.check()
+            gathers = OpKind.ALL_GATHER, sharding.gathers.launch
             for index in sorted(buckets, reverse=True):  # in the order of the next forward
-                gathers = OpKind.ALL_GATHER, sharding.gathers.launch
                 compiled.run(gathers, bucket=compiled.buckets[index])
         except BaseException:
             sharding.gathers.are_cut_off(buckets)
