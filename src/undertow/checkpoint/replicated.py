@@ -1,6 +1,6 @@
 """Tensors of a checkpoint that all ranks need: one rank reads each byte, the others receive it.
 
-rank 0's share | rank 1's share | ...       of the tensors, one behind the other
+rank 0's share | rank 1's share | ...       of the tensors, one after the other
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class _Bytes:
         self._ends = list(accumulate(tensor.nbytes for tensor in self.tensors))
 
     def read(self, start: int, into: Tensor) -> None:
-        """Reads from `start` on; what is behind the end is left as it is."""
+        """Reads from `start` on; what is beyond the end stays as it is."""
         for piece, beside in self._between(start, into):
             beside.copy_(piece)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Writes from `start` on; what is behind the end is left out."""
+        """Writes from `start` on; what is beyond the end is left out."""
         for piece, beside in self._between(start, values):
             piece.copy_(beside)
 

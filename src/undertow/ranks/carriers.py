@@ -481,7 +481,7 @@ class BackendCollectives:
             return gathering
         numel, rank = flat.numel() // len(places), self.group.rank
         pieces = equal_parts(len(places), numel, stop=flat.numel())
-        # Apart from `flat`: a backend may read and write at once. Zeros behind the last message.
+        # Apart from `flat`: a backend may read and write at once. Zeros follow the last message.
         own = self.take(numel, flat.dtype).zero_()
         recut = Recut.between(gathering.own, own, rank=rank, before=places, after=pieces)
         gathering.held.append(gathering.own)

@@ -5,7 +5,7 @@ Meeting     the texts and counters of a meeting in the store
 Lateness    how long a rank waits for late ones
 
 One process serves the store to all ranks. So a rank that is early makes one request a minute, which
-the server answers when the last rank has arrived, from a thread and over a connection of its own:
+the server answers when the last rank has arrived, from a thread and over a separate connection:
 the rank still looks at faults, and Ctrl-C ends it. If the store has no such request, or no server,
 the rank asks for one counter, less often the longer it has waited and the more ranks there are.
 Which ranks are late is found by one rank, when it is needed, with few requests. A meeting that is
@@ -158,7 +158,7 @@ class _Late:
 
 
 class _LastArrival:
-    """Waits for a key in the store, in a thread and over a connection of its own.
+    """Waits for a key in the store, in a thread and over a separate connection.
 
     The request would keep other threads from the store, and signal handlers from this one. A
     FileStore is not waited for: it has no server, and would read its file all the time.

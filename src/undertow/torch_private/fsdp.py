@@ -71,7 +71,7 @@ def take_over(
     module: Any, reduce: Callable[[Tensor], None], *, refuse: Callable[[float], object]
 ) -> Callable[[], None]:
     """Calls `reduce` with the shards of the module's gradients, in one tensor, in each backward,
-    and `refuse` in place of the module's `set_gradient_divide_factor`.
+    and `refuse` instead of the module's `set_gradient_divide_factor`.
 
     Torch no longer averages them over replicas. Returns a function that undoes this. Raises
     ValueError for a module whose parameters have several meshes.

@@ -133,7 +133,7 @@ class StepReport(Shown):
 
         It names the first cause that explains most of the exposed time, and what to do about it.
         Only a step with the verdict poor has one: a cause is worth at least 5 % of it then. If
-        another rank waits longer for this one, in a poor step of its own, that comes first.
+        another rank waits longer for this one, in its own poor step, that comes first.
         """
         if self.num_steps == 0 and self.outer is not None:
             return "Within a step this replica, a single rank, sends nothing."
