@@ -195,10 +195,10 @@ def test_the_first_wrapper_of_all_ends_with_the_rank_that_has_made_none() -> Non
         )
 
 
-def require_late(rank: Any, number: int) -> None:
+def require_late(rank: Any, number: int, waits_for: str) -> None:
     """Two clocks run: of the meeting in the store, and of the watch. Either may be first to name rank 1."""
     text = rank.words.get("value", "")
-    stalled = "rank R has waited N s for all ranks, to make a process group: rank 1 has not arrived.\n"
+    stalled = f"rank R has waited N s for {waits_for}: rank 1 has not arrived.\n"
     came = NEVER_CAME.format(faulty=1, where="the making of a process group", rank=number)
     assert text == came or text.startswith(f"{stalled}  synchronization 0, rank {number}\n"), rank.log
 
@@ -216,7 +216,7 @@ def waits_for_another_wrapper(rank: Rank) -> str:
 
 def test_another_wrapper_ends_with_the_rank_that_has_made_none() -> None:
     for number, rank in enumerate(run_ranks(waits_for_another_wrapper, 2)):
-        require_late(rank, number)
+        require_late(rank, number, "all ranks, to make a process group")
 
 
 # By what the rank waits for that makes the call.
@@ -250,7 +250,7 @@ def makes_no_optimizer(rank: Rank) -> str:
 
 def test_a_sharded_optimizer_ends_with_the_rank_that_has_made_none() -> None:
     first = run_ranks(makes_no_optimizer, 2)[0]
-    require_late(first, 0)
+    require_late(first, 0, "the comparison of all ranks' parameters")
 
 
 def test_every_call_of_all_ranks_ends_with_the_rank_that_does_not_make_it() -> None:
