@@ -228,6 +228,8 @@ def _encode_on_host(blocks: Tensor, codes: Tensor, scales: Tensor, dither: Tenso
     codes.copy_(_rounded(wide, dither))
     if not (low >= _LEAST_USUAL and high <= _LARGEST_FP32):
         are_usual = (largest >= _LEAST_USUAL) & (largest <= _LARGEST_FP32) | (largest == 0)
+        if are_usual.all():  # blocks of zeros only: rows that a step does not use
+            return
         rare = are_usual.logical_not_().squeeze(-1).nonzero(as_tuple=True)
         rare_codes, rare_scales = codes[rare], scales[rare]
         _encode_any(blocks[rare], largest[rare], rare_codes, rare_scales, dither)
