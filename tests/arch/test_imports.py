@@ -43,6 +43,11 @@ PURE = [
 ]
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module_of(parts: tuple[str, ...]) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
@@ -129,7 +134,7 @@ def collectives_in(tree: ast.AST) -> list[str]:
 
 def test_only_the_transport_communicates() -> None:
     root = ROOT / "src" / "undertow"
-    callers = {path.relative_to(root).as_posix() for path in SOURCES if collectives_in(ast.parse(path.read_text()))}
+    callers = {path.relative_to(root).as_posix() for path in SOURCES if collectives_in(tree_of(path))}
     assert callers == COMMUNICATE
 
 
@@ -170,7 +175,7 @@ MAX_FILE_LINES = 640  # without docstrings, and of 100 columns
 def num_lines(path: Path) -> int:
     text = path.read_text()
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    documented = (it for it in ast.walk(ast.parse(text)) if isinstance(it, kinds) and ast.get_docstring(it) is not None)
+    documented = (it for it in ast.walk(tree_of(path)) if isinstance(it, kinds) and ast.get_docstring(it) is not None)
     return len(text.splitlines()) - sum((it.body[0].end_lineno or 0) - it.body[0].lineno + 1 for it in documented)
 
 
@@ -205,6 +210,10 @@ OTHERS = {"torch", "dist", "nn"}  # whose private names are not ours
 ROOMS = tuple(f"undertow.{room}" for room in ("buckets", "engine", "ranks", "sharded", "torch_private"))
 
 
+# What a file that reaches inside has in its text, if no private name of the library is in it.
+ROOM = re.compile("|".join([*map(re.escape, ROOMS), r"from undertow[\w.]* import (?:\([^)]*|.*)\b_\w"]))
+
+
 def is_inner(module: str) -> bool:
     return module.startswith(ROOMS)
 
@@ -215,9 +224,10 @@ def is_private(name: str) -> bool:
 
 def defined_in(tree: ast.AST) -> set[str]:
     """The private names of functions, classes, variables and attributes that a file defines."""
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_of_self(node)}
+    nodes = list(ast.walk(tree))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_of_self(node)}
     return {name for name in names if is_private(name)}
 
 
@@ -236,12 +246,15 @@ def of_torch() -> set[str]:
 @functools.cache
 def library() -> frozenset[str]:
     """The private names of the library."""
-    return frozenset().union(*(defined_in(ast.parse(path.read_text())) for path in SOURCES)) - of_torch()
+    return frozenset().union(*(defined_in(tree_of(path)) for path in SOURCES)) - of_torch()
 
 
 def reaches(path: Path) -> list[str]:
     """Each place of a file that reaches inside, as "line: name"."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if not ROOM.search(text) and library().isdisjoint(words := re.findall(r"\w+", text)) and INNER.isdisjoint(words):
+        return []  # before it is parsed, which takes most of the time
+    tree = ast.parse(text)
     private = library() - defined_in(tree)
     return [f"{node.lineno}: {name}" for node in ast.walk(tree) for name in reached_by(node, private)]
 

@@ -5,6 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 import undertow
 from support.warm import python
 
@@ -51,6 +53,7 @@ def run_without(folder: Path, source: Path, *, store: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.deep
 def test_a_run_trains_with_the_folder_of_the_lab_deleted(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(PACKAGE, source / "undertow", ignore=shutil.ignore_patterns("lab", "__pycache__"))

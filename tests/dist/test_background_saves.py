@@ -69,7 +69,7 @@ def continues_from_the_moment_of_the_call(setup: Setup, path: Path) -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", some(SETUPS, most=3))
+@pytest.mark.parametrize("name", some(SETUPS, most=2))
 def test_a_run_resumed_from_it_has_the_bits_of_the_run_without_a_break(name: str, path: Path) -> None:
     continues_from_the_moment_of_the_call(SETUPS[name], path)
 
@@ -81,7 +81,7 @@ def test_so_it_has_on_a_mesh(path: Path) -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("kind", ["param_wire", "outer"])
+@pytest.mark.parametrize("kind", some(["param_wire", "outer"], most=1))
 def test_so_it_has_with_formats_and_with_replicas(kind: str, path: Path) -> None:
     model, optimizer = made(kind)
     steps(model, optimizer, range(7))
@@ -142,7 +142,7 @@ def test_the_one_before_stays_until_it_is_complete_and_one_rank_may_wait_alone(p
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("then", ["save", "background", "load"])
+@pytest.mark.parametrize("then", some(["save", "background", "load"], most=2))
 def test_the_next_call_waits_and_the_report_says_so(then: str, path: Path) -> None:
     with trained_by(Setup(), num_steps=1) as (model, optimizer):
         with held(rank=0) as event:
@@ -171,7 +171,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("on_rank", [0, 1])
+@pytest.mark.parametrize("on_rank", some([0, 1], most=1))
 @pytest.mark.parametrize("at", ["write", "fsync"])
 def test_a_full_disk_on_one_rank_is_an_error_of_all_and_leaves_the_one_before(at: str, on_rank: int, path: Path) -> None:
     said = io.StringIO()
@@ -210,6 +210,7 @@ def test_an_error_that_nobody_has_waited_for_is_raised_by_the_next_save_on_every
         assert load_checkpoint(path, model, optimizer) == "again"
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_a_disk_that_fails_at_the_end_is_told_to_the_other_ranks(path: Path) -> None:
     said = io.StringIO()

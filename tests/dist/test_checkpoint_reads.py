@@ -15,6 +15,7 @@ from torch import nn
 
 from support.alike import of_all_ranks
 from support.inside import messages_of_a_load_have
+from support.levels import some
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel, Outer, ShardedOptimizer, SyncConfig, load_checkpoint, save_checkpoint
 from undertow.checkpoint import files
@@ -103,7 +104,7 @@ def loads_what_was_saved(path: Path, reader: dict[str, Any], **writer: Any) -> R
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", some(["ddp", "zero1"], most=1))
 def test_what_all_ranks_need_is_read_once(strategy: str, path: Path) -> None:
     found = loads_what_was_saved(path, {}, strategy=strategy)  # a plain optimizer, whatever has written
     sizes = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
@@ -124,6 +125,7 @@ def test_a_rank_opens_the_files_of_its_shards_and_reads_its_part(path: Path) -> 
     assert {"model.safetensors", f"optimizer-{dist.get_rank()}.safetensors"} <= {*found.opened}
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_with_replicas_a_rank_reads_its_own_and_half_of_what_is_global(path: Path) -> None:
     replicas = {"outer": Outer(every=1, fragments=1, delay=0)}

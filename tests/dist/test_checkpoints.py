@@ -154,6 +154,7 @@ def goes_on_like_one_run(setup: Setup, path: Path) -> None:
         require_equal(whole_state(model, optimizer), wanted)
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_one_replica_of_a_mesh_stores_each_shard(path: Path) -> None:
     with trained_by(ON_A_MESH, num_steps=2) as (model, optimizer):
@@ -173,7 +174,7 @@ def loads(setup: Setup, path: Path, state: bytes) -> None:
         require_equal(whole_state(model, optimizer), from_bytes(state))
 
 
-@pytest.mark.parametrize("num_ranks", some([1, 2, 3, 4], most=2))
+@pytest.mark.parametrize("num_ranks", some([1, 2, 3, 4], most=1))
 def test_any_number_of_ranks_loads_the_same_bits(pools: dict[int, Ranks], path: Path, num_ranks: int) -> None:
     setup = Setup("brain", bucket_cap_mb=1e-4)
     state, *_ = pools[num_ranks].run(begins, setup, path)

@@ -260,6 +260,7 @@ def test_a_single_rank_calls_a_hook_which_may_reduce_over_others(wrap: Callable[
                 assert torch.equal(ours.grad, 2 * wanted.grad)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_hooks_of_two_models_take_turns() -> None:
     """One backward through both, whose hooks send over the same group: in one order on every rank."""
@@ -288,7 +289,7 @@ def test_hooks_that_differ_are_told_on_every_rank(hooks: tuple[Hook | None, Hook
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("name", ["none", "allreduce", "fp16", "PowerSGD"])
+@pytest.mark.parametrize("name", some(["none", "allreduce", "fp16", "PowerSGD"], most=2))
 def test_the_bytes_that_a_hook_sends_are_not_told(name: str) -> None:
     with wrapped(mlp(), bucket_cap_mb=1e-6, record="full") as ddp:
         if name != "none":

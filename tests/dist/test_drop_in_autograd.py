@@ -20,6 +20,7 @@ from torch.func import functional_call
 from support.alike import backward_alike, heard, of_all_ranks, require_equal_values, train
 from support.errors import text_of
 from support.inside import CODE_OF_ROUNDS, before_lines
+from support.levels import some
 from support.models import CASES, mlp, noise
 from support.naive import TIMEOUT_S, naive_mean, require_same, require_same_gradients, wrapped, wrapped_and_bare
 from support.ranks import in_ranks
@@ -411,7 +412,7 @@ def test_compiled_autograd_is_refused() -> None:
 
 
 @in_ranks(2, is_fresh=True)
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, attach])
+@pytest.mark.parametrize("wrap", some([DistributedDataParallel, attach], most=1))
 def test_a_training_forward_in_a_context_of_rpc_is_refused(wrap: Callable[[nn.Module], Any], tmp_path: Path) -> None:
     """Training outside of it goes on, and evaluation within."""
     rank, model = dist.get_rank(), mlp()

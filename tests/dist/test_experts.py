@@ -73,7 +73,7 @@ ALL_EXPERTS = [f"experts.{index}.{kind}" for index in (0, 1) for kind in ("bias"
             (4, {"overlap": False}),
             (4, {"order": "reverse", "auto_tune": False}),
         ],
-        most=2,
+        most=1,
     ),
     ids=str,
 )
@@ -439,7 +439,7 @@ def require_same_model(model: nn.Module, bare: nn.Module, group: dist.ProcessGro
 
 
 @in_ranks(4)
-@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("strategy", some(["zero1", "zero2"], most=1))
 @pytest.mark.parametrize("settings", some([{}, {"bucket_cap_mb": 1e-4}], most=1), ids=str)
 def test_shards_of_experts_over_their_group_make_the_same_model(strategy: str, settings: Any) -> None:
     with wrapped_mixture(mixture(), strategy=strategy, **settings) as (ddp, bare, group):
@@ -448,6 +448,7 @@ def test_shards_of_experts_over_their_group_make_the_same_model(strategy: str, s
         require_same_model(ddp, bare, group)
 
 
+@pytest.mark.deep
 @in_ranks(4)
 @pytest.mark.parametrize("strategy", some(["zero1", "zero2"], most=1))
 def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
@@ -469,7 +470,7 @@ def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
 
 # In the last step rank 1's backward reaches nothing, and a collective call about one part only comes before the other's.
 @in_ranks(4)
-@pytest.mark.parametrize("way", some(["clip", "look", "unscale", "step"], most=2))
+@pytest.mark.parametrize("way", some(["clip", "look", "unscale", "step"], most=1))
 def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(way: str) -> None:
     with wrapped_mixture(mixture(), strategy="zero1", overlap=way != "step") as (ddp, bare, group):
         optimizers, scaler = optimizers_of(ddp), torch.amp.GradScaler("cpu", init_scale=2.0, enabled=way == "unscale")
@@ -528,7 +529,7 @@ def with_overflow(ddp: DistributedDataParallel, step: int) -> Tensor:
 
 
 @in_ranks(4, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale_, clip, step"])
+@pytest.mark.parametrize("unscales", some([False, True], most=1), ids=["step", "unscale_, clip, step"])
 @pytest.mark.parametrize("name", some(OPTIMIZERS, most=2))
 def test_an_overflow_in_an_expert_is_everybodys(name: str, unscales: bool) -> None:
     """The references know which steps to leave out; scales are powers of two, which change no bit but the exponent."""
@@ -583,6 +584,7 @@ def test_experts_without_gradients_do_not_stop_a_scaler() -> None:
         require_same_everywhere({name: param.detach() for name, param in ddp.module.before.named_parameters()})
 
 
+@pytest.mark.deep
 @in_ranks(4, is_fresh=True)
 def test_settings_of_experts_that_differ_are_told_by_the_ranks_of_the_model() -> None:
     rank = dist.get_rank()
@@ -600,6 +602,7 @@ def test_settings_of_experts_that_differ_are_told_by_the_ranks_of_the_model() ->
         dist.barrier()
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 def test_rounds_of_different_steps_do_not_pair_off() -> None:
     """Rank 0 synchronizes twice in a step, rank 1's second backward reaches nothing, and it cannot know of the round.

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from support.alike import backward_alike, backwards, heard, require_same_by_position
 from support.errors import text_of
 from support.inside import engine_of, is_watched, own_group_of, storage_of, timeout_of, without_a_ring
+from support.levels import some
 from support.models import CASES, Branches, mlp, noise
 from support.naive import (
     TIMEOUT_S,
@@ -47,6 +48,7 @@ def threads() -> set[str]:
     return set(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.deep
 @in_ranks(2, 3, is_fresh=True)
 def test_a_wrapper_starts_few_threads() -> None:
     """One that watches, of all neighbors and models, and those of a gloo group: one connects, two run collectives."""
@@ -61,7 +63,7 @@ def test_a_wrapper_starts_few_threads() -> None:
 
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("what", ["unchanged", "changed", "late parts"])
+@pytest.mark.parametrize("what", some(["unchanged", "changed", "late parts"], most=1))
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["same order", "other order"])
 def test_several_models_in_one_backward_are_right(is_reversed: bool, what: str) -> None:
     """Each runs on the output of the one before; on rank 1 in the opposite order. Late are parts of reentrant checkpoints."""
@@ -132,7 +134,7 @@ def test_gradients_by_hand_are_averaged_within_a_group_and_one_rank_alone_has_no
 
 
 @in_ranks(3, is_fresh=True)
-@pytest.mark.parametrize("members", [[0, 1, 2], [0, 2]], ids=["all ranks", "some ranks"])
+@pytest.mark.parametrize("members", some([[0, 1, 2], [0, 2]], most=1), ids=["all ranks", "some ranks"])
 @pytest.mark.parametrize("way", WRAP)
 def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, members: list[int]) -> None:
     is_world = len(members) == 3
@@ -287,6 +289,7 @@ UNWATCHED = (
 )
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 def test_ranks_that_no_ring_connects_train_and_say_so() -> None:
     with heard() as texts, without_a_ring():
@@ -345,7 +348,7 @@ FAKE = (
 
 
 @in_ranks(2, is_fresh=True)
-@pytest.mark.parametrize("call", [DistributedDataParallel, attach])
+@pytest.mark.parametrize("call", some([DistributedDataParallel, attach], most=1))
 def test_a_group_without_peers_is_refused(call: Callable[..., object]) -> None:
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     group = dist.new_group(backend="fake")

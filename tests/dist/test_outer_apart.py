@@ -21,7 +21,7 @@ from undertow import Desync, NonFiniteGradient, Outer, PlanMismatch, ReplicaMism
 
 
 @in_ranks(2, is_fresh=True)
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", some([0, 1], most=1))
 @pytest.mark.parametrize(
     ("name", "values", "shown"),
     some(
@@ -54,6 +54,7 @@ def test_other_settings_of_an_optimizer_are_told(delay: int, name: str, values: 
     )
 
 
+@pytest.mark.deep
 @in_ranks(4, is_fresh=True)
 def test_they_are_told_on_every_rank_of_a_mesh() -> None:
     with mesh_of(2, 2) as mesh, replica(net(), Outer(every=2, fragments=1, delay=1), device_mesh=mesh) as ddp:
@@ -79,7 +80,7 @@ def test_several_optimizers_may_step_in_another_order_and_follow_schedules() -> 
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("make", some([torch.optim.AdamW, torch.optim.SGD], most=1))
 def test_the_step_by_which_torch_makes_a_state_does_not_count(make: type[torch.optim.Optimizer]) -> None:
     """SGD without momentum has no state: torch steps each time."""
     outer = Outer(every=3, fragments=1, delay=0)
@@ -113,7 +114,7 @@ BAD = [float("nan"), float("inf"), float("-inf")]
 
 
 @in_ranks(2, 3, is_fresh=True)
-@pytest.mark.parametrize("wire", some([None, "bfloat16", "int8", "float16"], most=2))
+@pytest.mark.parametrize("wire", some([None, "bfloat16", "int8", "float16"], most=1))
 @pytest.mark.parametrize(
     ("delay", "nonfinite", "bad"), some([(0, "raise", BAD[0]), (2, "ignore", BAD[1]), (1, "raise", BAD[2])], most=2)
 )
@@ -147,6 +148,7 @@ def test_a_replica_that_is_not_finite_is_named_and_reaches_nobody(
             assert all(value.isfinite().all() for value in ddp.module.state_dict().values())
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_a_difference_that_a_format_cannot_hold_is_refused_too() -> None:
     with replica(nn.Linear(40, 40), Outer(every=1, fragments=1, delay=0, wire="float16")) as ddp:
@@ -186,6 +188,7 @@ def test_skip_leaves_such_replicas_out_of_the_mean(wire: str | None, delay: int)
         assert "left out" in str(ddp.report())
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_a_buffer_of_one_rank_of_a_row_is_left_out_on_all() -> None:
     settings = {"nonfinite": "skip", "buffers": "rank0"}
@@ -221,7 +224,7 @@ class Buffers(nn.Module):
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("wire", some([None, "int8"], most=1))
 def test_equal_values_in_buffers_keep_their_bits(wire: str | None) -> None:
     torch.manual_seed(0)
     with replica(Buffers(), Outer(every=2, fragments=1, delay=0, wire=wire)) as ddp:
@@ -261,6 +264,7 @@ def test_one_rank_in_deterministic_mode_is_enough() -> None:
         assert ddp.outer.state_dict()["turns"] == [2, 3]
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 @pytest.mark.parametrize("saved_after", some([5, 6, 8], most=1))
 def test_a_state_that_one_replica_alone_has_loaded_is_told(saved_after: int) -> None:
@@ -283,6 +287,7 @@ def test_a_state_that_one_replica_alone_has_loaded_is_told(saved_after: int) -> 
     assert text.endswith(" and for a state of model.outer that only some have loaded.")
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_another_fragment_in_the_same_step_is_told() -> None:
     """As after a load of a state with other fragments."""
@@ -314,6 +319,7 @@ def test_frozen_parameters_that_differ_are_named() -> None:
     )
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_frozen_parameters_that_replicas_write_on_their_own_are_told_once_with_an_exchange() -> None:
     model = net()

@@ -66,7 +66,7 @@ def train(net: Any, steps: Sequence[int], *, num_micro_batches: int = 1, holds: 
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["two dimensions", "one dimension"])
+@pytest.mark.parametrize("way", some(["one dimension", "two dimensions"], most=1))
 @ON_A_MESH
 def test_full_width_has_the_bits_of_torchs_own_average(way: str) -> None:
     with meshes() as mesh:
@@ -83,6 +83,7 @@ def test_full_width_has_the_bits_of_torchs_own_average(way: str) -> None:
         axis.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_int8_sends_a_quarter_of_the_bytes_and_replicas_stay_alike() -> None:
     with meshes() as mesh:
@@ -126,7 +127,7 @@ def alone(steps: int, mesh: DeviceMesh, every: int) -> Net:
 AVERAGE: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "fragments": 1, "delay": 0, "wire": None}
 
 
-@pytest.mark.parametrize("way", ["two dimensions", "one dimension"])
+@pytest.mark.parametrize("way", some(["two dimensions", "one dimension"], most=1))
 @ON_A_MESH
 def test_replicas_that_train_alone_exchange_their_shards_every_few_steps(way: str) -> None:
     with meshes() as mesh:
@@ -155,6 +156,7 @@ def test_replicas_that_train_alone_exchange_their_shards_every_few_steps(way: st
         axis.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_fragments_in_int8_leave_equal_shards_on_all_replicas_and_a_state_resumes() -> None:
     with meshes() as mesh:
@@ -204,6 +206,7 @@ def test_no_block_of_a_format_has_values_of_two_parameters() -> None:
         axis.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_after_close_the_average_is_torchs_again() -> None:
     with meshes() as mesh:

@@ -39,7 +39,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @in_ranks(2)
 @pytest.mark.parametrize("order", some([(order,) for order in permutations(["outer", "module", "optimizer"])], most=1))
-@pytest.mark.parametrize("num_steps", [4, 7])
+@pytest.mark.parametrize("num_steps", some([4, 7], most=1))
 def test_the_states_of_a_run_may_be_loaded_in_any_order(order: tuple[str, ...], num_steps: int) -> None:
     with replica(net(), OUTER) as ddp:
         optimizer = adamw(ddp)
@@ -116,6 +116,7 @@ def assigned(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> 
 EVENTS = ["swap", "swap on 1", "copy", "assign", "evaluate", "state", "break 0", "break 1", "-", "-"]
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("seed", some(range(10), most=1))
 def test_a_drawn_program_with_events_between_steps_is_the_reference(seed: int) -> None:
@@ -187,7 +188,7 @@ def test_an_optimizer_of_parameters_that_a_load_has_replaced_is_told() -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("within", some([False, True], most=1))
 def test_a_copy_between_synchronizations_has_the_global_parameters_and_the_momentum(within: bool) -> None:
     with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:
         train(ddp, adamw(ddp), range(6))
@@ -229,6 +230,7 @@ class Interrupts(TorchDispatchMode):
         return call(*args, **kwargs or {})
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_an_interruption_while_parameters_are_exchanged_leaves_the_replicas_own() -> None:
     with replica(net(), Outer(every=2, fragments=2, delay=0)) as ddp:
@@ -262,7 +264,7 @@ class Holds(nn.Module):
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("copies", some([False, True], most=1))
 def test_training_goes_on_after_an_evaluation_in_inference_mode(copies: bool) -> None:
     torch.manual_seed(0)
     with replica(Holds(), Outer(every=2, fragments=1, delay=1)) as ddp, contextlib.ExitStack() as stack:
@@ -284,8 +286,8 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode(copies: bool) ->
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", some(["model", "outer", "replica-0", "replica-1"], most=2))
-@pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
+@pytest.mark.parametrize("name", some(["model", "outer", "replica-0", "replica-1"], most=1))
+@pytest.mark.parametrize("damage", some(["cut", "empty", "gone"], most=1))
 def test_every_file_of_a_checkpoint_must_be_there(name: str, damage: str, tmp_path: Path) -> None:
     with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
         optimizer = adamw(ddp)
@@ -305,6 +307,7 @@ def test_every_file_of_a_checkpoint_must_be_there(name: str, damage: str, tmp_pa
         assert all(torch.equal(ddp.module.state_dict()[key], value) for key, value in before.items())
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_a_copy_of_a_mesh_trains_on_without_the_others(tmp_path: Path) -> None:
     """No rank waits for another one to make a copy."""
@@ -331,7 +334,7 @@ class Fails(Net):
 
 
 @in_ranks(4)
-@pytest.mark.parametrize("what", ["extra", "model"])
+@pytest.mark.parametrize("what", some(["extra", "model"], most=1))
 def test_a_save_that_one_rank_of_a_row_cannot_begin_is_an_error_on_every_rank(what: str, tmp_path: Path) -> None:
     """The state of an exchange on its way is gathered over the row: all ranks ask for it, or none."""
     outer = Outer(every=2, fragments=1, delay=1)
@@ -350,7 +353,7 @@ def global_values(ddp: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("delay", some([0, 1], most=1))
 def test_state_dicts_that_are_to_be_saved_have_the_global_parameters_on_one_rank_too(delay: int) -> None:
     with replica(net(), Outer(every=4, fragments=2, delay=delay)) as ddp:
         ddp.outer.save_global()
@@ -385,6 +388,7 @@ def test_state_dicts_that_are_to_be_saved_have_the_global_parameters_on_one_rank
             require_same(ddp.module.state_dict(), wanted)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_a_swap_by_such_state_dicts_keeps_the_outer_momentum() -> None:
     with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:

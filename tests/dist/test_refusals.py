@@ -141,6 +141,7 @@ def test_two_features_work_together_or_their_refusal_is_in_the_table(features: t
     require_works_or_is_refused(features, tmp_path)
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)  # torch caches operations by mesh, with groups that a test has destroyed
 @pytest.mark.parametrize("features", some([(pair,) for pair in ON_A_MESH], most=4), ids="-".join)
 def test_a_feature_works_with_tensor_parallelism_or_its_refusal_is_in_the_table(

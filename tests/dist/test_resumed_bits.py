@@ -148,8 +148,8 @@ def drawn_run(seed: int, format: str, optimizer: str, path: Path | None) -> list
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "plain SGD"])
+@pytest.mark.parametrize("format", some(FORMATS, most=3))
+@pytest.mark.parametrize("optimizer", some(["SGD", "AdamW", "plain SGD"], most=1))
 @pytest.mark.parametrize("seed", some(range(4), most=1))
 def test_a_drawn_run_that_is_saved_and_loaded_has_the_bits_of_one_without_a_break(
     seed: int, format: str, optimizer: str, tmp_path: Path
@@ -252,6 +252,7 @@ def test_so_does_a_run_whose_parameters_travel_in_a_format(param_wire: str) -> N
     require_resumed(CASES["wide"], wire="int8", param_wire=param_wire)
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 @pytest.mark.parametrize(
     ("strategy", "each"),

@@ -63,8 +63,8 @@ def trained(name: str, num_plain: int, then: Callable[[Any, Any], Any]) -> dict[
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("num_plain", [0, 3])
-@pytest.mark.parametrize("name", some(["AdamW", "SGD", "Adagrad", "foreach AdamW"], most=2))
+@pytest.mark.parametrize("num_plain", some([0, 3], most=1))
+@pytest.mark.parametrize("name", some(["AdamW", "SGD", "Adagrad", "foreach AdamW"], most=1))
 def test_it_continues_with_the_bits_of_the_plain_one(name: str, num_plain: int) -> None:
     require_equal(
         trained(name, num_plain, lambda opt, _: opt),
@@ -128,8 +128,8 @@ def scheduled(make: Callable[[Any], Any], num_plain: int, *, shards: bool, reloa
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("num_plain", [0, 2])
-@pytest.mark.parametrize("name", some(SCHEDULES, most=2))
+@pytest.mark.parametrize("num_plain", some([0, 2], most=1))
+@pytest.mark.parametrize("name", some(SCHEDULES, most=1))
 def test_schedulers_of_the_plain_one_continue(name: str, num_plain: int) -> None:
     """torch warns if a scheduler steps before its optimizer, and warnings are errors here."""
     wanted, found = (
@@ -265,7 +265,7 @@ def of_two_kinds(ddp: nn.Module) -> list[Any]:
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("num_plain", [0, 2])
+@pytest.mark.parametrize("num_plain", some([0, 2], most=1))
 def test_several_continue_with_the_bits_of_the_plain_ones(num_plain: int) -> None:
     found = []
     for shards in (False, True):

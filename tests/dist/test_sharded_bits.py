@@ -243,6 +243,7 @@ def test_steps_on_a_mesh_have_them(name: str) -> None:
     run(MESHES[name])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("strategy", some(["zero1", "hybrid"], most=1))
 @in_ranks(4)
 def test_an_attached_model_has_them(strategy: str) -> None:

@@ -77,7 +77,7 @@ def require_trained(found: Parameters, expected: Parameters) -> None:
 
 # Fresh ranks, because other tests could not use ranks without process groups.
 @in_ranks(2, is_fresh=True)
-@pytest.mark.parametrize("ending", some(ENDINGS, most=2))
+@pytest.mark.parametrize("ending", some(ENDINGS, most=1))
 def test_gathers_of_the_last_step_outlive_the_process_group(ending: str) -> None:
     expected = reference(MLP, "ddp", "SGD", num_steps=NUM_STEPS)
     model = DistributedDataParallel(MLP.model())
@@ -87,6 +87,7 @@ def test_gathers_of_the_last_step_outlive_the_process_group(ending: str) -> None
     require_trained(ENDINGS[ending](models, module), expected)
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_gathers_outlive_it_that_were_not_sent_yet() -> None:
     expected = reference(MLP, "ddp", "SGD", num_steps=NUM_STEPS)
@@ -126,6 +127,7 @@ def test_parameters_whose_gathers_fail_after_that_are_torn_until_they_are_loaded
     require_equal(values_of(module), before)
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_a_step_that_can_send_nothing_leaves_torn_parameters() -> None:
     with training(MLP.model(), optimizer="SGD") as (model, optimizer):

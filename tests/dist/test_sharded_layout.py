@@ -121,7 +121,7 @@ def require_bits_under_rank_0s_order(strategy: str, each: Each, dtype: torch.dty
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], most=1))
 @pytest.mark.parametrize("each", some([once, accumulates, twice, clears_between], most=2))
 @STRATEGIES
 def test_rank_0s_order_comes_before_the_first_step_with_the_same_bits(strategy: str, each: Each, dtype: torch.dtype) -> None:
@@ -129,12 +129,13 @@ def test_rank_0s_order_comes_before_the_first_step_with_the_same_bits(strategy: 
 
 
 @in_ranks(4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], most=1))
 @pytest.mark.parametrize("each", some([once, twice], most=1))
 def test_so_it_does_on_a_mesh(each: Each, dtype: torch.dtype) -> None:
     require_bits_under_rank_0s_order("hybrid", each, dtype)
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], most=1))
 @STRATEGIES
@@ -158,7 +159,7 @@ def test_a_state_that_was_loaded_before_moves_along(strategy: str, dtype: torch.
 
 
 @in_ranks(2, 3)
-@STRATEGIES
+@pytest.mark.parametrize("strategy", some(["zero1", "zero2"], most=1))
 def test_of_several_optimizers_the_last_one_lays_out(strategy: str) -> None:
     def trained(make: Callable[..., Any], strategy: str | None, before: int) -> Parameters:
         with wrapped(Crossed(), strategy) as ddp:

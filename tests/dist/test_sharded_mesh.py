@@ -80,6 +80,7 @@ def reduced(net: nn.Module, data: dist.ProcessGroup) -> dict[Tensor, Tensor]:
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("strategy", some(STRATEGIES, most=1))
 @ON_A_MESH
 def test_steps_in_shards_have_the_bits_of_a_plain_optimizer_after_a_mean_by_hand(strategy: str) -> None:
@@ -125,6 +126,7 @@ def test_steps_in_shards_have_the_bits_of_torchs_replicate(strategy: str) -> Non
         require_same_parameters(model.module, other)
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_gradient_in_shards_is_not_read_unnoticed_and_can_be_zeroed() -> None:
     with on_mesh(strategy="zero1") as (mesh, model, _):
@@ -139,7 +141,7 @@ def test_a_gradient_in_shards_is_not_read_unnoticed_and_can_be_zeroed() -> None:
         assert not found.to_local().any()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "ddp"])
+@pytest.mark.parametrize("strategy", some(["zero1", "ddp"], most=1))
 @ON_A_MESH
 def test_the_norm_is_of_all_axes_and_counts_each_element_once(strategy: str) -> None:
     with on_mesh(strategy=strategy) as (mesh, model, other):
@@ -170,6 +172,7 @@ def _clip(model: DistributedDataParallel) -> Callable[..., Tensor]:
     return lambda max_norm, order: clip_grad_norm_(model, max_norm, order)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("strategy", some(STRATEGIES, most=1))
 @ON_A_MESH
 def test_gradients_and_parameters_in_int8_stay_alike_on_both_axes(strategy: str) -> None:
@@ -214,6 +217,7 @@ def _loaded(net: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> N
     set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], most=1))
 @ON_A_MESH
 def test_a_checkpoint_of_torch_takes_a_sharded_optimizer(dtype: torch.dtype, tmp_path: Path) -> None:
@@ -232,6 +236,7 @@ def test_a_checkpoint_of_torch_takes_a_sharded_optimizer(dtype: torch.dtype, tmp
         second.close()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("is_sharded", some([True, False], most=1))
 @ON_A_MESH
 def test_a_plain_optimizer_takes_a_sharded_ones_checkpoint_of_torch_and_the_reverse(is_sharded: bool, tmp_path: Path) -> None:
@@ -255,6 +260,7 @@ WHOLE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", some(WHOLE, most=1))
 @ON_A_MESH
 def test_an_optimizer_of_whole_matrices_is_refused_by_the_name_of_a_parameter_that_is_cut(name: str) -> None:
@@ -274,6 +280,7 @@ def mesh_of_one_replica() -> Iterator[DeviceMesh]:
         destroy(mesh)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ways", some([(("zero1", "zero2"),), (("ddp", "zero1"),), (("zero2", "ddp"),)], most=1), ids="-".join)
 @ON_A_MESH_OF_ITS_OWN
 def test_a_checkpoint_folder_has_a_folder_for_each_place_and_resumes_any_number_of_replicas(
@@ -313,6 +320,7 @@ def test_a_checkpoint_folder_has_a_folder_for_each_place_and_resumes_any_number_
         fourth.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH_OF_ITS_OWN
 def test_a_checkpoint_of_another_size_of_the_axis_or_with_a_part_missing_is_an_error_on_every_rank(tmp_path: Path) -> None:
     with on_mesh(strategy="zero1") as (mesh, model, other):
@@ -352,6 +360,7 @@ def test_a_checkpoint_of_another_size_of_the_axis_or_with_a_part_missing_is_an_e
         )
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_setting_that_json_cannot_store_is_an_error_on_every_rank(tmp_path: Path) -> None:
     """Only the first rank of each place makes the text: the others must not wait for it."""

@@ -163,7 +163,7 @@ def torchs_clip(_model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("kind", some(["tied", "ignored", "frozen", "unused", "zeroed"], most=2))
+@pytest.mark.parametrize("kind", some(["tied", "ignored", "frozen", "unused", "zeroed"], most=1))
 def test_the_norm_covers_the_gradients_that_torchs_function_sees(kind: str) -> None:
     expected = norms_of(kind, torchs_clip, is_sharded=False)
     assert expected[3] == pytest.approx(0.5)
@@ -376,7 +376,7 @@ def test_a_row_has_every_shard_once() -> None:
 
 # One rank is a step ahead of the others, of its row too: no bucket is stepped on such a sum. Or it has frozen a parameter.
 @in_ranks(4)
-@pytest.mark.parametrize("freezes", [False, True], ids=["step", "frozen"])
+@pytest.mark.parametrize("freezes", some([False, True], most=1), ids=["step", "frozen"])
 def test_all_rows_find_out_that_one_rank_is_in_another_step_or_has_frozen_a_parameter(freezes: bool) -> None:
     with stepped(2, "hybrid", **ORDERED) as (ddp, opt):
         before = parameters(ddp)
@@ -413,6 +413,7 @@ def test_all_rows_compare_parameters_and_meshes() -> None:
     )
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_a_copy_has_the_mesh() -> None:
     with stepped(2, "hybrid", **ORDERED) as (ddp, opt):
@@ -426,6 +427,7 @@ def test_a_copy_has_the_mesh() -> None:
         twin.close()
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_a_mesh_is_measured_and_its_plan_stays() -> None:
     with stepped(14, "hybrid", "AdamW") as (ddp, _):

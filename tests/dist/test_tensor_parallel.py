@@ -185,6 +185,7 @@ def _ask(mesh: DeviceMesh) -> None:
     sync.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_rank_0_of_each_data_axis_gives_its_parameters_and_buffers() -> None:
     with mesh_of_four() as mesh:
@@ -208,6 +209,7 @@ def _share(mesh: DeviceMesh, wrap: Callable[..., Any]) -> None:
     synced.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_format_leaves_equal_bits_on_a_data_axis_near_to_those_in_full_width() -> None:
     with on_mesh(wire="int8") as (mesh, model, bare):
@@ -225,6 +227,7 @@ def test_a_format_leaves_equal_bits_on_a_data_axis_near_to_those_in_full_width()
             assert (grad - wanted).abs().max() <= 2 * 2 * wanted.abs().max() / 127, name
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_parameter_that_all_places_hold_stays_alike_in_int8() -> None:
     with mesh_of_four() as mesh:
@@ -247,6 +250,7 @@ def test_a_parameter_that_all_places_hold_stays_alike_in_int8() -> None:
         model.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_signal_on_one_rank_stops_all_places_after_the_same_step() -> None:
     with on_mesh() as (mesh, model, _):
@@ -266,6 +270,7 @@ def test_a_signal_on_one_rank_stops_all_places_after_the_same_step() -> None:
         assert [int(each) for each in of_ranks] == [3] * 4
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("has_hook", [False, True], ids=["", "with a hook"])
 @ON_A_MESH
 def test_a_signal_stops_replicas_that_train_alone_at_all_places(has_hook: bool) -> None:
@@ -293,6 +298,7 @@ def as_it_is(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return future
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_format_that_is_tried_is_the_same_at_all_places() -> None:
     """All ranks decide by the slowest one of all, and so hold the same plan in every step."""
@@ -336,6 +342,7 @@ class Grows(nn.Module):
         return sum((layer(x).square().sum() for layer in self.more), self.first(x).square().sum())
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_places_whose_parts_become_unequal_choose_plans_apart() -> None:
     with mesh_of_four() as mesh:
@@ -359,7 +366,7 @@ def test_places_whose_parts_become_unequal_choose_plans_apart() -> None:
         model.close()
 
 
-@pytest.mark.parametrize("policy", ["skip", "raise"])
+@pytest.mark.parametrize("policy", some(["skip", "raise"], most=1))
 @ON_A_MESH
 def test_a_gradient_that_is_not_finite_at_one_place_counts_at_all(policy: str) -> None:
     with on_mesh(nonfinite=policy) as (mesh, model, bare):
@@ -396,6 +403,7 @@ def averaged(given: list[Tensor], net: nn.Module, data: dist.ProcessGroup) -> No
         param.copy_(begun.sub_(difference.div_(data.size())))
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_replicas_that_train_alone_exchange_their_parts_and_are_saved(tmp_path: Path) -> None:
     outer = Outer(every=2, fragments=1, delay=0, lr=1.0, momentum=0.0, wire=None)
@@ -427,6 +435,7 @@ def test_replicas_that_train_alone_exchange_their_parts_and_are_saved(tmp_path: 
         second.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_replica_that_trains_alone_skips_a_step_at_all_of_its_places() -> None:
     with on_mesh(outer=Outer(every=10, fragments=1, delay=0), nonfinite="skip") as (mesh, model, bare):
@@ -444,6 +453,7 @@ def test_a_replica_that_trains_alone_skips_a_step_at_all_of_its_places() -> None
         assert not are_same(model.module, bare)
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_replica_that_is_not_finite_at_one_place_is_left_out_at_all() -> None:
     """Else a parameter that all places hold would be a mean of other replicas at each of them."""
@@ -466,6 +476,7 @@ def test_a_replica_that_is_not_finite_at_one_place_is_left_out_at_all() -> None:
         assert model.outer.report().num_left_out == 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [{3}, {2, 3}], ids=["at one place", "at all places"])
 @ON_A_MESH
 def test_frozen_values_that_differ_between_replicas_are_told_where_they_do(ranks: set[int]) -> None:
@@ -516,6 +527,7 @@ ON_ONE_AXIS: dict[str, tuple[Callable[[DistributedDataParallel], None], type[Und
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("what", ON_ONE_AXIS)
 @in_ranks(4, is_fresh=True, timeout_s=240.0)  # an error on one axis cuts the other one's messages
 def test_a_difference_on_one_data_axis_is_told_to_the_other_one_too(what: str) -> None:
@@ -552,6 +564,7 @@ def two_norms(mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(TwoNorms(), mesh["tp"], {"a": SequenceParallel(), "b": SequenceParallel()})
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_checkpoint_has_each_replica_if_all_parameters_are_whole_at_all_places(tmp_path: Path) -> None:
     outer = Outer(every=2, fragments=1, delay=0)
@@ -641,6 +654,7 @@ def test_data_parallel_dimensions_are_named_as_torch_names_them() -> None:
         assert torch.equal(values[2], nn.Linear(2, 1).weight - 1.5)  # the mean of 0 to 3
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_model_is_wrapped_over_the_whole_mesh_by_names() -> None:
     with mesh_of_four() as mesh:
@@ -654,6 +668,7 @@ def test_a_model_is_wrapped_over_the_whole_mesh_by_names() -> None:
         model.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_a_checkpoint_of_torch_takes_the_model_and_its_optimizer(tmp_path: Path) -> None:
     with on_mesh() as (mesh, model, other):

@@ -75,7 +75,7 @@ FIXED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", some(FIXED, most=3))
+@pytest.mark.parametrize("name", some(FIXED, most=2))
 def test_a_plan_that_was_asked_for_stays(name: str) -> None:
     """The plan of the second step stays, or with a hook the plan of the first, after looks that would have moved it."""
     settings, why = FIXED[name]
@@ -129,7 +129,7 @@ def fail(_gradient: torch.Tensor) -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("failing_step", [3, UNTIL_A_MOVE - 2])
+@pytest.mark.parametrize("failing_step", some([3, UNTIL_A_MOVE - 2], most=1))
 def test_a_rank_that_fails_in_a_look_does_not_part_the_plans(failing_step: int) -> None:
     with scripted(all_in_one, one_each), training(MLP.model(), "ddp") as (ddp, opt):
         for step in range(2 * UNTIL_A_MOVE + 3):
@@ -266,11 +266,14 @@ def test_the_steps_of_the_slowest_rank_decide(best: int) -> None:
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("longer", "why"),
-    [
-        ((11,), "no other plan is worth a trial"),  # the script counts none
-        # one step of a window, and one of the same window as it runs again
-        ((11, 17), "trials have ended after 14 steps: steps have accumulated more or fewer backwards again"),
-    ],
+    some(
+        [
+            ((11,), "no other plan is worth a trial"),  # the script counts none
+            # one step of a window, and one of the same window as it runs again
+            ((11, 17), "trials have ended after 14 steps: steps have accumulated more or fewer backwards again"),
+        ],
+        most=1,
+    ),
 )
 def test_a_trial_with_a_step_of_another_length_is_dropped_and_begins_again_once(longer: tuple[int, ...], why: str) -> None:
     with scripted(one_each), training(MLP.model(), "ddp") as (ddp, opt):
@@ -304,6 +307,7 @@ def test_models_of_one_process_try_plans_one_after_the_other() -> None:
     assert 0 < moved_at["second"] - moved_at["first"] <= 7
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_parameters_that_change_in_the_middle_of_trials_have_trials_of_their_own_once() -> None:
     with training(stack(), "ddp") as (ddp, opt):
@@ -318,6 +322,7 @@ def test_parameters_that_change_in_the_middle_of_trials_have_trials_of_their_own
     assert told[-1] == "sizes follow from the size of the model"
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("left_out", some([0, 1], most=1))
 @pytest.mark.parametrize("place", some([UNTIL_A_MOVE, UNTIL_A_MOVE - 1], most=1))
@@ -343,7 +348,7 @@ def test_a_rank_that_leaves_a_model_out_in_the_step_of_a_move_holds_nobody_up(le
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("refusing_rank", [0, 1])
+@pytest.mark.parametrize("refusing_rank", some([0, 1], most=1))
 def test_gradients_are_right_if_a_rank_has_no_memory_for_the_next_plan(refusing_rank: int) -> None:
     with (
         scripted(one_each),

@@ -1,6 +1,7 @@
 """The pages for those who change the library name only what exists."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ def members_of(cls: ast.ClassDef) -> Iterator[str]:
                 yield name
 
 
+@functools.cache
 def classes() -> dict[str, tuple[set[str], list[str]]]:
     """The members of each class of the library, and the names of its bases."""
     found = dict[str, tuple[set[str], list[str]]]()
@@ -44,11 +46,8 @@ def classes() -> dict[str, tuple[set[str], list[str]]]:
     return found
 
 
-CLASSES = classes()
-
-
 def has(cls: str, member: str) -> bool:
-    members, bases = CLASSES.get(cls, (set(), []))
+    members, bases = classes().get(cls, (set(), []))
     return member in members or any(has(base, member) for base in bases if base != cls)
 
 
@@ -74,7 +73,7 @@ def test_classes_and_files_that_a_page_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_methods_that_a_page_names_are_of_their_class(page: Path) -> None:
     named = re.findall(r"`([A-Z]\w*)\.(\w+)`", page.read_text(encoding="utf-8"))
-    assert [f"{cls}.{member}" for cls, member in named if cls in CLASSES and not has(cls, member)] == []
+    assert [f"{cls}.{member}" for cls, member in named if cls in classes() and not has(cls, member)] == []
 
 
 @pytest.mark.parametrize("page", SCHEDULES, ids=lambda page: page.stem)

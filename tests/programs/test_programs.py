@@ -65,9 +65,9 @@ BACK_ENDS: dict[str, Callable[[Program, int, RankPools], None]] = {
 def drawn_cases(num_streamed: int) -> list[Any]:
     """The back end, the seed and the number of ranks of each drawn program. Threads and processes run different ones."""
     return [
-        *some([("threads", seed, num_ranks) for seed in range(30) for num_ranks in (2, 3)], most=12),
+        *some([("threads", seed, num_ranks) for seed in range(30) for num_ranks in (2, 3)], most=8),
         *some([("threads", seed, 1) for seed in range(6)], most=1),
-        *some([("processes", seed, num_ranks) for num_ranks in (2, 3, 4) for seed in range(30, 38)], most=5),
+        *some([("processes", seed, num_ranks) for num_ranks in (2, 3, 4) for seed in range(30, 38)], most=3),
         *some([("streams", seed, 2) for seed in range(num_streamed)], most=0),
         *some([("streams", seed, 4) for seed in range(num_streamed // 4)], most=0),
     ]
@@ -77,7 +77,7 @@ def example_cases() -> list[Any]:
     """The back end and the name of each example. Drawn programs on processes and on streams combine what examples do."""
     on_devices = [name for name, it in EXAMPLES.items() if "array" not in it.events]  # arrays share memory of the host only
     return [
-        *some([("threads", name) for name in EXAMPLES], most=47),
+        *some([("threads", name) for name in EXAMPLES], most=32),
         *some([("processes", name) for name in list(EXAMPLES)[::12]], most=0),
         *some([("streams", name) for name in on_devices[::32]], most=0),
     ]

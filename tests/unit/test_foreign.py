@@ -219,6 +219,7 @@ def test_an_error_shows_names_as_they_are(name: str, undertow: Undertow, tmp_pat
     assert (code, expected.split("\n")[0] in shown, shown.replace("\n", "").isprintable()) == (2, True, True)
 
 
+@pytest.mark.deep
 def test_a_picture_draws_names_as_they_are(tmp_path: Path) -> None:
     trace = Trace(rank=0, step=0, events=(Event(lane="compute", kind="forward", start_us=0, stop_us=40_000),))
     names = [*NAMES.values(), "$x^$", "a$b", "\\$", "$\\frac{$", "_hidden"]

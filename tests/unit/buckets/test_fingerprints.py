@@ -39,7 +39,7 @@ def test_minus_zero_and_every_nan_are_values_of_their_own() -> None:
 
 
 def test_the_same_elements_in_another_order_differ() -> None:
-    tensors = [torch.tensor(order) for order in permutations(torch.arange(7.0).tolist())]
+    tensors = [torch.tensor(order) for order in permutations(torch.arange(6.0).tolist())]
     assert num_different(tensors) == len(tensors)
 
 

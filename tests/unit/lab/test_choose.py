@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.levels import some
 from support.strategies import spec, specs_of_sizes
 from undertow.lab.planning import Choice, StepModel, StepTiming, choose
 from undertow.lab.planning.choose import LEAST_GAIN, SLACK
@@ -61,7 +62,7 @@ def solve(case: Case) -> Choice:
     return choose(model_of_case(case), case.order, max_bucket_bytes=case.max_bucket_bytes)
 
 
-@each_form
+@pytest.mark.parametrize("has_shards", some([False, True], most=1), ids=["whole", "in shards"])
 def test_the_best_of_the_family_is_chosen_with_the_fewest_buckets_and_finishes_when_it_is_said(has_shards: bool) -> None:
     for case in cases(1, has_shards=has_shards):
         found = solve(case)

@@ -1,5 +1,6 @@
 """Offsets before rounding: spread evenly over steps, the same for the same parameters, and unlike between stages."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ def test_offsets_are_spread_evenly_in_a_step_and_over_steps() -> None:
             assert bool(((quarters - 0.25).abs() < 0.09).all())  # deviation: 0.019
 
 
+@pytest.mark.deep
 def test_the_stages_of_a_step_do_not_depend_on_each_other() -> None:
     for has_optimizer in (False, True):
         rows = over_steps(1024, has_optimizer=has_optimizer)

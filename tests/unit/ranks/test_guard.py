@@ -12,6 +12,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as dist
 
+from support.levels import some
 from support.outsiders import outsiders
 from support.processes import Ended, Rank, run_ranks
 from undertow import SyncConfig
@@ -74,7 +75,7 @@ def is_killed(_rank: Rank, _watch: Watch) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])  # of five, rank 3 and 4 are no neighbors of rank 1
+@pytest.mark.parametrize("num_ranks", some([2, 5, 3], most=2))  # of five, rank 3 and 4 are no neighbors of rank 1
 def test_a_killed_rank_is_named_on_every_other_rank(num_ranks: int) -> None:
     assert list(told_of(is_killed, num_ranks)) == [GONE] * (num_ranks - 1)
 

@@ -75,6 +75,7 @@ def test_an_untraced_function_is_called_as_it_is() -> None:
     assert ([compiled(torch.ones(1)).item() for _ in range(3)], seen) == ([4.0] * 3, [False] * 3)
 
 
+@pytest.mark.deep
 def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_them() -> None:
     from torch._dynamo.convert_frame import input_codes
 

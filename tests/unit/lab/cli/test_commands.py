@@ -500,7 +500,7 @@ def test_outer_synchronization_hides_what_the_link_carries_in_a_period(undertow:
     ]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("optimizer", some(["adamw", "sgd", "muon"], most=1))
 def test_an_update_is_divided_by_the_work_of_ranks(optimizer: str, undertow: Undertow) -> None:
     found = json.loads(
         undertow(f"simulate {EXAMPLE} --ranks 8 --link 25gbit --strategy zero1 --optimizer {optimizer} --json").out

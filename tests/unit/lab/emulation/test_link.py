@@ -67,6 +67,7 @@ def test_messages_follow_one_another_and_pay_their_latency_side_by_side(link: Em
     assert log[-1].done_s - log[0].launched_s < 5 * cost_s + HOP_S + 2 * HOP_S
 
 
+@pytest.mark.deep
 def test_a_short_message_does_not_wait_for_a_long_one_of_another_sender(receives: Receives) -> None:
     long = receives.post(lambda: Message(1).come(), [torch.zeros(50 * NUMEL)], source=1)  # for 2 s
     post(receives, Message(2).come()).wait()

@@ -137,6 +137,7 @@ SHARDED = Trace(
 )
 
 
+@pytest.mark.deep
 def test_traces_make_a_picture_that_is_higher_the_more_there_are(tmp_path: Path) -> None:
     pictures = []
     for num_ways in (1, 3):
