@@ -25,7 +25,7 @@ help: ## Show this list
 demo: $(READY)cli ## Train with and without overlap on this machine and compare; make demo ARGS="--nproc 3"
 	$(BIN)/undertow demo $(ARGS)
 
-test: $(READY)test ## Run most behaviors once (4 minutes); make test ARGS="tests/unit -k plan"
+test: $(READY)test ## Run most behaviors once (3 minutes); make test ARGS="tests/unit -k plan"
 	$(PYTEST) -n 3 --dist worksteal -m "$(QUICK)" $(ARGS)
 
 test-all: $(READY)test $(READY)integrations ## Run everything, torch's own tests of its class too (25 to 30 minutes)

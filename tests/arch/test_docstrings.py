@@ -98,6 +98,7 @@ def _docstrings(path):
             yield ast.get_docstring(node) or ""
 
 
+@pytest.mark.deep
 def test_no_docstring_cuts_a_command_in_two():
     cut = re.compile(r"\b[Rr]un with(\.|: *\S)|\brun\nwith|^(Torchrun|Python|Undertow) -|^--\w", re.MULTILINE)
     assert [f"{path.name}: {text[:80]}" for path in _FILES for text in _docstrings(path) if cut.search(text)] == []

@@ -251,6 +251,7 @@ def test_the_first_of_several_optimizers_averages_for_all(is_sharded: bool) -> N
             assert all(map(torch.equal, net.parameters(), bare.parameters()))
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_ranks_of_which_only_one_steps_alone_are_told() -> None:
     with models(is_sharded=False) as (ddp, ours, bare, plain):
@@ -265,6 +266,7 @@ def test_ranks_of_which_only_one_steps_alone_are_told() -> None:
         assert "first difference: stepping inside accumulate() of the model is True on rank 0, not set on rank 1" in text
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_inside_join_such_a_step_is_an_error() -> None:
     with models(is_sharded=False) as (ddp, ours, bare, _), ddp.join():

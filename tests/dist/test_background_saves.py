@@ -69,7 +69,7 @@ def continues_from_the_moment_of_the_call(setup: Setup, path: Path) -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("name", some(SETUPS, most=2))
+@pytest.mark.parametrize("name", some(SETUPS, most=1))
 def test_a_run_resumed_from_it_has_the_bits_of_the_run_without_a_break(name: str, path: Path) -> None:
     continues_from_the_moment_of_the_call(SETUPS[name], path)
 
@@ -80,6 +80,7 @@ def test_so_it_has_on_a_mesh(path: Path) -> None:
     continues_from_the_moment_of_the_call(Setup(strategy="hybrid", mesh=(2, 2)), path)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("kind", some(["param_wire", "outer"], most=1))
 def test_so_it_has_with_formats_and_with_replicas(kind: str, path: Path) -> None:
@@ -112,6 +113,7 @@ def held(*, rank: int | None = None) -> Iterator[threading.Event]:
         yield event
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_the_one_before_stays_until_it_is_complete_and_one_rank_may_wait_alone(path: Path) -> None:
     with trained_by(Setup(), num_steps=1) as (model, optimizer):
@@ -142,7 +144,7 @@ def test_the_one_before_stays_until_it_is_complete_and_one_rank_may_wait_alone(p
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("then", some(["save", "background", "load"], most=2))
+@pytest.mark.parametrize("then", some(["save", "background", "load"], most=1))
 def test_the_next_call_waits_and_the_report_says_so(then: str, path: Path) -> None:
     with trained_by(Setup(), num_steps=1) as (model, optimizer):
         with held(rank=0) as event:

@@ -103,6 +103,7 @@ def loads_what_was_saved(path: Path, reader: dict[str, Any], **writer: Any) -> R
     return found
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 @pytest.mark.parametrize("strategy", some(["ddp", "zero1"], most=1))
 def test_what_all_ranks_need_is_read_once(strategy: str, path: Path) -> None:
@@ -137,6 +138,7 @@ def test_with_replicas_a_rank_reads_its_own_and_half_of_what_is_global(path: Pat
     assert of_all_ranks("model.safetensors" in found.opened) == [True, False]
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_shares_travel_in_many_messages_that_end_within_elements(path: Path) -> None:
     with messages_of_a_load_have(2 * 37):

@@ -411,6 +411,7 @@ def test_names_are_the_modules_however_it_is_wrapped_and_extra_states_are_the_fi
 
 
 # Ranks 0 and 1 have one model, ranks 2 and 3 another one of the same names.
+@pytest.mark.deep
 @in_ranks(4, is_fresh=True)
 @pytest.mark.parametrize("wrap", some([attach, DistributedDataParallel], most=1))
 def test_a_bare_model_is_saved_by_the_ranks_that_synchronize_it(path: Path, wrap: Any) -> None:

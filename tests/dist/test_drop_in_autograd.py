@@ -411,6 +411,7 @@ def test_compiled_autograd_is_refused() -> None:
             )
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 @pytest.mark.parametrize("wrap", some([DistributedDataParallel, attach], most=1))
 def test_a_training_forward_in_a_context_of_rpc_is_refused(wrap: Callable[[nn.Module], Any], tmp_path: Path) -> None:

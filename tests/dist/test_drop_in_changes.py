@@ -250,6 +250,7 @@ def test_parameters_that_are_broadcast_before_the_forward_are_no_error() -> None
             require_doubled(ddp)
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("num_forwards", some([1, 2], most=1))
 def test_a_layer_that_one_rank_adds_to_a_model_with_buffers_is_an_error_on_both(num_forwards: int) -> None:

@@ -355,6 +355,7 @@ NOT_AMONG = (
 )
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_a_copy_that_is_loaded_in_the_wrong_place_says_so() -> None:
     rank, (group,) = dist.get_rank(), groups_of([0], [1])

@@ -152,6 +152,7 @@ def test_a_backward_that_reaches_one_part_only_is_a_synchronization_of_all() -> 
         require_equal_gradients(ddp, bare)
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_several_synchronized_backwards_of_a_step_add_up() -> None:
     """A sum over two ranks over four is not a mean over the two: the factor must not apply to an earlier result again."""
@@ -469,6 +470,7 @@ def test_clipping_is_exact_over_shards_of_both(strategy: str) -> None:
 
 
 # In the last step rank 1's backward reaches nothing, and a collective call about one part only comes before the other's.
+@pytest.mark.deep
 @in_ranks(4)
 @pytest.mark.parametrize("way", some(["clip", "look", "unscale", "step"], most=1))
 def test_a_rank_without_gradients_joins_all_parts_before_a_collective_of_one(way: str) -> None:
@@ -530,7 +532,7 @@ def with_overflow(ddp: DistributedDataParallel, step: int) -> Tensor:
 
 @in_ranks(4, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("unscales", some([False, True], most=1), ids=["step", "unscale_, clip, step"])
-@pytest.mark.parametrize("name", some(OPTIMIZERS, most=2))
+@pytest.mark.parametrize("name", some(OPTIMIZERS, most=1))
 def test_an_overflow_in_an_expert_is_everybodys(name: str, unscales: bool) -> None:
     """The references know which steps to leave out; scales are powers of two, which change no bit but the exponent."""
     settings, make = OPTIMIZERS[name]

@@ -123,7 +123,7 @@ def equal_on_all_ranks(model: nn.Module) -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("how", some(STEPS, most=3))
+@pytest.mark.parametrize("how", some(STEPS, most=1))
 @pytest.mark.parametrize("failing_ranks", [(1,), (0, 1)])
 @pytest.mark.parametrize("failing_step", [0, 2])
 def test_a_step_after_a_failed_backward_is_an_error_on_every_rank(
@@ -226,6 +226,7 @@ def test_a_rank_in_another_step_is_an_error_on_all() -> None:
         )
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 def test_an_optimizer_that_steps_in_backward_is_an_error() -> None:
     """In a hook of the user's, when the first gradients are there."""
@@ -284,6 +285,7 @@ def test_a_rank_that_closes_its_model_after_a_failure_is_not_waited_for(where: s
         assert str(caught.value).startswith(f"rank 1 has failed: {Stop.__module__}.Stop\n  synchronization 2, rank 0\n")
 
 
+@pytest.mark.deep
 @in_ranks(2, timeout_s=20.0)
 def test_ranks_go_on_within_join_after_a_backward_that_failed_on_one() -> None:
     with wrapped_and_bare(Branches(), **SMALL) as (ddp, _), ddp.join():
@@ -305,6 +307,7 @@ WORKS: dict[str, Callable[[dist.ProcessGroup], dist.Work]] = {
 }
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 @pytest.mark.parametrize("what", some(WORKS, most=1))
 def test_what_waits_wakes_up_and_other_groups_go_on(what: str) -> None:

@@ -64,7 +64,7 @@ def test_a_wrapper_starts_few_threads() -> None:
 
 @in_ranks(2, 3, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("what", some(["unchanged", "changed", "late parts"], most=1))
-@pytest.mark.parametrize("is_reversed", [False, True], ids=["same order", "other order"])
+@pytest.mark.parametrize("is_reversed", some([False, True], most=1), ids=["same order", "other order"])
 def test_several_models_in_one_backward_are_right(is_reversed: bool, what: str) -> None:
     """Each runs on the output of the one before; on rank 1 in the opposite order. Late are parts of reentrant checkpoints."""
     models = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
@@ -135,7 +135,7 @@ def test_gradients_by_hand_are_averaged_within_a_group_and_one_rank_alone_has_no
 
 @in_ranks(3, is_fresh=True)
 @pytest.mark.parametrize("members", some([[0, 1, 2], [0, 2]], most=1), ids=["all ranks", "some ranks"])
-@pytest.mark.parametrize("way", WRAP)
+@pytest.mark.parametrize("way", some(WRAP, most=1))
 def test_the_process_group_is_the_users_and_ours_is_another_one(way: str, members: list[int]) -> None:
     is_world = len(members) == 3
     group = dist.group.WORLD if is_world else dist.new_group(members, timeout=timedelta(seconds=77))
@@ -308,6 +308,7 @@ def test_ranks_that_no_ring_connects_train_and_say_so() -> None:
     assert all(text in [UNWATCHED.format(rank) for rank in range(2)] for text in texts)
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_a_group_of_one_rank_in_a_job_of_several_is_warned_of() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -347,6 +348,7 @@ FAKE = (
 )
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 @pytest.mark.parametrize("call", some([DistributedDataParallel, attach], most=1))
 def test_a_group_without_peers_is_refused(call: Callable[..., object]) -> None:

@@ -97,6 +97,7 @@ def test_a_loop_may_end_when_no_rank_has_data(strategy: str) -> None:
         require_same_everywhere(dict(ddp.named_parameters()))
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_it_is_the_mean_over_all_ranks_of_a_mesh() -> None:
     with training(mlp(), "hybrid", "SGD") as (ddp, _optimizer):

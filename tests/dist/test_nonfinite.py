@@ -177,7 +177,7 @@ def require_same_state(first: Any, second: Any) -> None:
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("optimizer_name", ["SGD", "AdamW", "fused AdamW"])
+@pytest.mark.parametrize("optimizer_name", some(["SGD", "AdamW", "fused AdamW"], most=1))
 @pytest.mark.parametrize("strategy", some(STRATEGIES, most=2))
 def test_a_skipped_step_leaves_everything_as_it_was(strategy: str, optimizer_name: str) -> None:
     """Training with bad steps is training without them, to the bit, in parameters and in the optimizer's state."""
@@ -258,6 +258,7 @@ def test_a_step_with_a_closure_raises_before_it_updates(way: str) -> None:
         require_equal(parameters(ddp), before)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_a_sharded_step_with_a_closure_is_skipped() -> None:
     with training(Layers(), "zero1", nonfinite="skip") as (ddp, optimizer):
@@ -362,7 +363,7 @@ def test_what_is_not_finite_is_found_wherever_it_is(name: str) -> None:
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", some(["ddp", "zero1"], most=1))
 def test_looking_costs_no_collective(strategy: str) -> None:
     called = {}
     for policy in ("raise", "ignore"):
@@ -437,6 +438,7 @@ def steps_in_join(steps: list[int], bad: int | None) -> Parameters:
         return parameters(ddp)
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 def test_where_a_rank_has_run_out_of_data_the_others_skip_a_step() -> None:
     require_equal(steps_in_join([0, 1, 2, 3, 4], 3), steps_in_join([0, 1, 2, 4], None))
@@ -484,6 +486,7 @@ def test_the_first_parameter_the_ranks_and_the_step_are_named(strategy: str, eve
         require_found(ddp, optimizer, 1, ranks=f"rank 1 than on rank 0{others}", step=step)
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_rows_of_a_mesh_are_compared_too() -> None:
     """A rank writes to what its row then gathers from it: the other row has other values."""
@@ -491,6 +494,7 @@ def test_rows_of_a_mesh_are_compared_too() -> None:
         require_found(ddp, optimizer, 3, ranks="rank 3 than on rank 0, 1, 2", step=3)
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_experts_are_compared_among_ranks_that_have_the_same() -> None:
     is_wrong = pytest.raises(

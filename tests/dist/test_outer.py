@@ -135,6 +135,7 @@ def test_a_mean_after_every_step_is_data_parallelism_bit_for_bit_where_nothing_r
         require_equal(ddp.module, plain.module)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_by_default_outer_steps_multiply_the_learning_rate_by_little() -> None:
     """Otherwise a learning rate that suits plain data parallelism is too high."""
@@ -212,6 +213,7 @@ def test_a_step_of_several_optimizers_counts_once_after_the_last() -> None:
             require_equal(ddp.module, reference.models[dist.get_rank()], f"step {number}")
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_a_step_that_a_scaler_skips_on_one_rank_counts_on_all() -> None:
     outer = Outer(every=2, fragments=1, delay=1)
@@ -230,6 +232,7 @@ def test_a_step_that_a_scaler_skips_on_one_rank_counts_on_all() -> None:
             assert value.isfinite().all()
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("fused", some([False, True], most=1))
 def test_a_step_that_a_scaler_skips_keeps_no_replica_waiting_until_the_next_forward(fused: bool) -> None:
@@ -251,6 +254,7 @@ def test_a_step_that_a_scaler_skips_keeps_no_replica_waiting_until_the_next_forw
         assert ddp.outer.num_synchronizations == 2
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_a_skipped_step_counts_too() -> None:
     with replica(net(), Outer(every=2, fragments=1, delay=0), nonfinite="skip") as ddp:
@@ -296,6 +300,7 @@ def test_synchronized_shows_the_global_parameters_and_brings_the_own_ones_back()
         assert all(torch.equal(ddp.module.state_dict()[name], value) for name, value in own.items())
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("num_steps", some([4, 5, 6], most=1))
 def test_a_state_resumes_bit_for_bit_also_with_a_fragment_on_its_way(num_steps: int) -> None:
@@ -507,6 +512,7 @@ def test_global_parameters_that_differ_are_named() -> None:
     assert text.startswith("parameter 'last.bias' has other values on rank 1 than on rank 0.\n  global parameters, step 3\n")
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_fragments_and_delay_are_chosen_alike_and_told() -> None:
     with replica(net(), Outer(every=6)) as ddp:
@@ -534,6 +540,7 @@ def test_a_copied_model_trains_as_a_new_one() -> None:
         require_equal(copied.module, reference.models[dist.get_rank()])
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_an_attached_model_is_synchronized_too() -> None:
     outer = Outer(every=2, fragments=2, delay=1)
@@ -629,6 +636,7 @@ def test_a_load_on_one_rank_is_an_error_on_all(fragments: int | str) -> None:
     )
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_no_exchange_on_its_way_is_lost_when_fragments_start_more_often_after_a_resume() -> None:
     with replica(net(), Outer(every=10, fragments=1, delay=3)) as ddp:

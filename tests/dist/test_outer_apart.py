@@ -20,6 +20,7 @@ from support.sharded import mesh_of
 from undertow import Desync, NonFiniteGradient, Outer, PlanMismatch, ReplicaMismatch
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 @pytest.mark.parametrize("delay", some([0, 1], most=1))
 @pytest.mark.parametrize(
@@ -63,6 +64,7 @@ def test_they_are_told_on_every_rank_of_a_mesh() -> None:
     assert " is 0.01 on rank 0, 0.01 on rank 1, 0.02 on rank 2, 0.02 on rank 3\n" in text
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_several_optimizers_may_step_in_another_order_and_follow_schedules() -> None:
     with replica(net(), Outer(every=3, fragments=2, delay=1)) as ddp:
@@ -79,6 +81,7 @@ def test_several_optimizers_may_step_in_another_order_and_follow_schedules() -> 
         assert ddp.outer.num_synchronizations == 4
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("make", some([torch.optim.AdamW, torch.optim.SGD], most=1))
 def test_the_step_by_which_torch_makes_a_state_does_not_count(make: type[torch.optim.Optimizer]) -> None:
@@ -158,6 +161,7 @@ def test_a_difference_that_a_format_cannot_hold_is_refused_too() -> None:
     assert text.startswith("the replica's 'weight' is not finite (NaN or Inf) on rank 0.\n")
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_a_mean_that_overflows_is_refused_too() -> None:
     with replica(nn.Linear(40, 40), Outer(every=1, fragments=1, delay=0, wire=None)) as ddp:
@@ -170,6 +174,7 @@ def test_a_mean_that_overflows_is_refused_too() -> None:
     )
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 @pytest.mark.parametrize("wire", some([None, "int8"], most=1))
 @pytest.mark.parametrize("delay", [0, 2])
@@ -223,6 +228,7 @@ class Buffers(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 @pytest.mark.parametrize("wire", some([None, "int8"], most=1))
 def test_equal_values_in_buffers_keep_their_bits(wire: str | None) -> None:
@@ -254,6 +260,7 @@ def test_torch_in_deterministic_mode_takes_fixed_fragments() -> None:
         assert "fixed, because torch.use_deterministic_algorithms is on" in str(ddp.report())
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_one_rank_in_deterministic_mode_is_enough() -> None:
     with contextlib.ExitStack() as stack:

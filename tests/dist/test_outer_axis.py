@@ -127,6 +127,7 @@ def alone(steps: int, mesh: DeviceMesh, every: int) -> Net:
 AVERAGE: dict[str, Any] = {"lr": 1.0, "momentum": 0.0, "fragments": 1, "delay": 0, "wire": None}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("way", some(["two dimensions", "one dimension"], most=1))
 @ON_A_MESH
 def test_replicas_that_train_alone_exchange_their_shards_every_few_steps(way: str) -> None:

@@ -37,6 +37,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("order", some([(order,) for order in permutations(["outer", "module", "optimizer"])], most=1))
 @pytest.mark.parametrize("num_steps", some([4, 7], most=1))
@@ -55,6 +56,7 @@ def test_the_states_of_a_run_may_be_loaded_in_any_order(order: tuple[str, ...], 
         assert all(torch.equal(ddp.module.state_dict()[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_parameters_that_are_loaded_after_a_step_begin_anew_although_a_state_was_loaded_before() -> None:
     with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:
@@ -70,6 +72,7 @@ def test_parameters_that_are_loaded_after_a_step_begin_anew_although_a_state_was
         assert all(torch.equal(state["global"][name], loaded[name]) for name in state["global"])
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_own_parameters_without_the_outer_state_are_an_error_that_names_it() -> None:
     with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:
@@ -158,6 +161,7 @@ def test_a_drawn_program_with_events_between_steps_is_the_reference(seed: int) -
             require_equal(ddp.module, reference.models[dist.get_rank()], f"step {number} of {what}")
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_a_forward_on_other_parameters_does_not_lose_the_state_if_they_are_brought_back_before_a_step() -> None:
     with replica(net(), OUTER) as ddp:
@@ -175,6 +179,7 @@ def test_a_forward_on_other_parameters_does_not_lose_the_state_if_they_are_broug
     assert (found["due"], found["step"]) == (wanted["due"], wanted["step"])
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_an_optimizer_of_parameters_that_a_load_has_replaced_is_told() -> None:
     with replica(net(), Outer(every=1, fragments=1, delay=0)) as ddp:
@@ -187,6 +192,7 @@ def test_an_optimizer_of_parameters_that_a_load_has_replaced_is_told() -> None:
         )
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("within", some([False, True], most=1))
 def test_a_copy_between_synchronizations_has_the_global_parameters_and_the_momentum(within: bool) -> None:
@@ -202,6 +208,7 @@ def test_a_copy_between_synchronizations_has_the_global_parameters_and_the_momen
     assert found["step"] == 6
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_a_copy_into_which_other_parameters_are_loaded_begins_with_these() -> None:
     with replica(net(), Outer(every=4, fragments=1, delay=0)) as ddp:
@@ -333,6 +340,7 @@ class Fails(Net):
         pass
 
 
+@pytest.mark.deep
 @in_ranks(4)
 @pytest.mark.parametrize("what", some(["extra", "model"], most=1))
 def test_a_save_that_one_rank_of_a_row_cannot_begin_is_an_error_on_every_rank(what: str, tmp_path: Path) -> None:
@@ -352,6 +360,7 @@ def global_values(ddp: DistributedDataParallel) -> dict[str, Tensor]:
         return values_of(ddp.module)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("delay", some([0, 1], most=1))
 def test_state_dicts_that_are_to_be_saved_have_the_global_parameters_on_one_rank_too(delay: int) -> None:

@@ -148,7 +148,7 @@ def drawn_run(seed: int, format: str, optimizer: str, path: Path | None) -> list
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("format", some(FORMATS, most=3))
+@pytest.mark.parametrize("format", some(FORMATS, most=2))
 @pytest.mark.parametrize("optimizer", some(["SGD", "AdamW", "plain SGD"], most=1))
 @pytest.mark.parametrize("seed", some(range(4), most=1))
 def test_a_drawn_run_that_is_saved_and_loaded_has_the_bits_of_one_without_a_break(
@@ -239,6 +239,7 @@ def test_so_it_does_with_other_settings(settings: dict[str, Any]) -> None:
     require_resumed(NARROW[torch.bfloat16], **settings)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("reduction", some(["native", "ordered"], most=1))
 def test_so_does_a_run_whose_gradients_travel_in_sixteen_bits(reduction: str) -> None:
@@ -290,6 +291,7 @@ def test_every_step_has_the_bits_of_sums_in_fp32() -> None:
         assert all(map(torch.equal, found, wide)), f"step {number}"
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_the_step_after_a_change_of_parameters_is_rounded_like_the_others() -> None:
     case = NARROW[torch.bfloat16]

@@ -139,6 +139,7 @@ def stepped_twice() -> tuple[DistributedDataParallel, Any]:
     return ddp, opt
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_a_dropped_wrapper_does_not_wait_for_a_rank_that_has_left() -> None:
     ddp, opt = stepped_twice()

@@ -106,6 +106,7 @@ TORN = (
 )
 
 
+@pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_parameters_whose_gathers_fail_after_that_are_torn_until_they_are_loaded() -> None:
     patience.VERDICT_S = 0.05

@@ -141,6 +141,7 @@ def test_a_gradient_in_shards_is_not_read_unnoticed_and_can_be_zeroed() -> None:
         assert not found.to_local().any()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("strategy", some(["zero1", "ddp"], most=1))
 @ON_A_MESH
 def test_the_norm_is_of_all_axes_and_counts_each_element_once(strategy: str) -> None:

@@ -233,12 +233,14 @@ def step_by_closure(ddp: Any, opt: Any, step: int) -> None:
     assert isinstance(opt.step(closure), Tensor)
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 def test_steps_with_a_closure_train_as_without_shards() -> None:
     require_bits(MLP, each=step_by_closure, among=BARRIER)
 
 
 # Parameters that are loaded, set and given other memory between steps are what the next step starts from.
+@pytest.mark.deep
 @in_ranks(2, 3)
 def test_what_is_written_between_steps_counts_with_sixteen_bits() -> None:
     case = NARROW[torch.bfloat16]
@@ -261,6 +263,7 @@ def test_what_is_written_between_steps_counts_with_sixteen_bits() -> None:
         require_equal(first, trained(case, "zero2", bucket_cap_mb=cap, **settings))
 
 
+@pytest.mark.deep
 @in_ranks(2, 3)
 def test_groups_have_settings_of_their_own_and_one_can_be_added_in_mid_training() -> None:
     cls, found = torch.optim.AdamW, []
@@ -346,6 +349,7 @@ HYBRID = SyncConfig(strategy="hybrid")
 
 
 # Two stages of a pipeline, each on a mesh of its own.
+@pytest.mark.deep
 @in_ranks(4)
 def test_a_part_of_a_larger_mesh_averages_over_its_ranks_alone() -> None:
     whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", "replicate", "shard"))
@@ -375,6 +379,7 @@ def test_a_row_has_every_shard_once() -> None:
 
 
 # One rank is a step ahead of the others, of its row too: no bucket is stepped on such a sum. Or it has frozen a parameter.
+@pytest.mark.deep
 @in_ranks(4)
 @pytest.mark.parametrize("freezes", some([False, True], most=1), ids=["step", "frozen"])
 def test_all_rows_find_out_that_one_rank_is_in_another_step_or_has_frozen_a_parameter(freezes: bool) -> None:
@@ -388,6 +393,7 @@ def test_all_rows_find_out_that_one_rank_is_in_another_step_or_has_frozen_a_para
         require_equal(before, parameters(ddp))
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_parameters_and_buffers_of_all_rows_follow_rank_0() -> None:
     torch.manual_seed(100 + dist.get_rank())

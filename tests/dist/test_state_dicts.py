@@ -240,6 +240,7 @@ def save_while_training(path: Path, model: Any, optimizer: Any) -> None:
 
 
 # A save that is asynchronous has what was there when it was called.
+@pytest.mark.deep
 @in_ranks(2, 3)
 def test_torchs_functions_load_what_was_saved(tmp_path: Path) -> None:
     with trained_by(Setup(), num_steps=2) as (model, optimizer):
@@ -250,6 +251,7 @@ def test_torchs_functions_load_what_was_saved(tmp_path: Path) -> None:
         require_equal(whole_state(model, optimizer), wanted)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_wide_values_of_16_bit_parameters_are_asked_for_by_name(tmp_path: Path) -> None:
     with trained_by(Setup("brain", "ddp")) as (model, optimizer):
@@ -285,6 +287,7 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
     return dict(value.state_dict() if isinstance(value, nn.Module) else value)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize("case", some(["mlp", "convolutions", "tied transformer", "oddities", "brain"], most=1))
 def test_what_is_saved_of_a_model_in_shards_is_what_is_saved_of_a_plain_one(case: str) -> None:

@@ -70,7 +70,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("strategy", some(STRATEGIES, most=3))
+@pytest.mark.parametrize("strategy", some(STRATEGIES, most=2))
 def test_all_ranks_stop_after_the_step_in_which_one_has_the_signal(strategy: str) -> None:
     with handlers_of_before():
         ddp = DistributedDataParallel(net(), config=SyncConfig(**STRATEGIES[strategy]))
@@ -83,6 +83,7 @@ def test_all_ranks_stop_after_the_step_in_which_one_has_the_signal(strategy: str
         ddp.close()
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_so_do_ranks_of_a_mesh() -> None:
     with handlers_of_before(), mesh_of(2, 2) as mesh:
@@ -104,6 +105,7 @@ def test_replicas_stop_after_the_next_exchange(delay: int, stops_after: int) -> 
         ddp.close()
 
 
+@pytest.mark.deep
 @in_ranks(4)
 def test_so_do_replicas_of_several_ranks() -> None:
     with handlers_of_before(), mesh_of(2, 2) as mesh:

@@ -133,6 +133,7 @@ def micro_batch(net: nn.Module, kind: str, batch: Tensor, replica: int) -> None:
         bare.blocks[0].mlp.up.requires_grad_(True)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", some(range(3), most=1))
 @ON_A_MESH
 def test_drawn_programs_have_the_gradients_of_a_mean_by_hand(seed: int) -> None:
@@ -366,6 +367,7 @@ def test_places_whose_parts_become_unequal_choose_plans_apart() -> None:
         model.close()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", some(["skip", "raise"], most=1))
 @ON_A_MESH
 def test_a_gradient_that_is_not_finite_at_one_place_counts_at_all(policy: str) -> None:
@@ -631,6 +633,7 @@ def ranks_of(model: Any) -> list[int]:
     return dist.get_process_group_ranks(model.process_group)
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_data_parallel_dimensions_are_named_as_torch_names_them() -> None:
     with mesh_of(2, 2, 1, names=("a", "b", "tp")) as mesh:

@@ -59,6 +59,7 @@ MAKE: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "strategy"),

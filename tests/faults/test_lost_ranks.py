@@ -26,7 +26,7 @@ from undertow import DistributedDataParallel
 EVERYWHERE = [it for it in PLACES if it not in ("in hybrid backward", "in expert backward", "in launch", "before construction")]
 
 
-@pytest.mark.parametrize(("place", "num_ranks"), some(alternately(EVERYWHERE), most=3))
+@pytest.mark.parametrize(("place", "num_ranks"), some(alternately(EVERYWHERE), most=2))
 def test_a_killed_rank_is_named_on_all_others(place: str, num_ranks: int, record: Record) -> None:
     record(f"killed {place}", PLACES[place].told(PLACES[place].fault("killed", num_ranks), "RankLost", GONE))
 
@@ -96,6 +96,7 @@ print("trained again")
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", some(["closes", "leaves it"], most=1))
 def test_a_survivor_may_begin_anew_in_the_same_process(ending: str) -> None:
     """And has nothing to say when it ends."""
@@ -182,12 +183,13 @@ RAISES = ["in data", "in forward", "in backward", "in launch", "in comm hook", "
 
 
 @pytest.mark.parametrize(
-    ("place", "num_ranks"), some(alternately([*RAISES, "in gathers", "before checkpoint", "in construction"]), most=2)
+    ("place", "num_ranks"), some(alternately([*RAISES, "in gathers", "before checkpoint", "in construction"]), most=1)
 )
 def test_an_exception_is_told_to_all_others(place: str, num_ranks: int, record: Record) -> None:
     record(f"exception {place}", PLACES[place].told(PLACES[place].fault("raises", num_ranks), "PeerFailed", FAILED))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("kind", "name"), some([("closes", "closes"), ("leaves", "exits")], most=1))
 def test_a_rank_that_has_finished_early_is_named_with_its_steps(kind: str, name: str, record: Record) -> None:
     record(f"{name} early, without join", PLACES["in data"].told(PLACES["in data"].fault(kind, 3), "RankLost", FINISHED))

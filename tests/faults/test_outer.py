@@ -19,13 +19,14 @@ OUTER = Outer(every=4, fragments=2, delay=2)
 NUM_STEPS, SAVED, KILLED = 12, 5, 7  # a fragment is on its way after the save, and when the rank is killed
 
 
-@pytest.mark.parametrize("point", some(["data", "backward", "optimizer", "post"], most=2))
+@pytest.mark.parametrize("point", some(["data", "backward", "optimizer", "post"], most=1))
 def test_a_killed_rank_is_named(point: str) -> None:
     survivor, faulty = outcomes(Fault(kind="killed", point=point, way="outer"))
     assert (survivor.kind, faulty.exit_code, survivor.seconds < WITHIN_S) == ("RankLost", -9, True), survivor.log
     assert survivor.text.startswith("rank 1 is gone: its process exited or was killed ")
 
 
+@pytest.mark.deep
 def test_an_error_of_one_rank_is_told_on_the_others() -> None:
     survivor, _ = outcomes(Fault(kind="raises", point="backward", way="outer"))
     assert survivor.kind == "PeerFailed"

@@ -77,7 +77,7 @@ def example_cases() -> list[Any]:
     """The back end and the name of each example. Drawn programs on processes and on streams combine what examples do."""
     on_devices = [name for name, it in EXAMPLES.items() if "array" not in it.events]  # arrays share memory of the host only
     return [
-        *some([("threads", name) for name in EXAMPLES], most=32),
+        *some([("threads", name) for name in EXAMPLES], most=24),
         *some([("processes", name) for name in list(EXAMPLES)[::12]], most=0),
         *some([("streams", name) for name in on_devices[::32]], most=0),
     ]

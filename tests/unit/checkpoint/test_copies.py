@@ -74,6 +74,7 @@ def test_a_save_that_has_not_ended_keeps_its_memory() -> None:
     assert torch.equal(first.files["file"][0]["a"], torch.ones(1000))
 
 
+@pytest.mark.deep
 def test_the_memory_goes_with_the_model(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     made: list[weakref.ref[torch.Tensor]] = []

@@ -26,6 +26,7 @@ def over_steps(number: int, *, has_optimizer: bool) -> dict[Rounding, Tensor]:
     return {stage: torch.stack(rows) for stage, rows in found.items()}
 
 
+@pytest.mark.deep
 def test_offsets_are_spread_evenly_in_a_step_and_over_steps() -> None:
     for has_optimizer in (False, True):
         for rows in over_steps(512, has_optimizer=has_optimizer).values():

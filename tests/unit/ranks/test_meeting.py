@@ -154,6 +154,7 @@ def test_no_thread_waits_in_the_store_for_a_rank_that_has_left(store: Counted, m
     assert not waiting_threads()
 
 
+@pytest.mark.deep
 def test_a_rank_that_is_woken_early_asks_now_and_then(store: Counted) -> None:
     key = f"undertow/ring/{private.name_of((0, 1))}/1/group"
     store.set(f"{key}/all", "")
@@ -161,6 +162,7 @@ def test_a_rank_that_is_woken_early_asks_now_and_then(store: Counted) -> None:
     assert store.num_asked["add"] < 40
 
 
+@pytest.mark.deep
 def test_a_file_is_not_read_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file_store = dist.FileStore(str(tmp_path / "store"), 2)
     threads = list[threading.Thread]()

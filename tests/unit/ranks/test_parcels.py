@@ -239,6 +239,7 @@ def test_a_trailer_takes_few_bytes_on_every_rank(num_ranks: int, most_bytes: int
     assert max(network.num_messages.values()) <= 2 * (num_ranks - 1)
 
 
+@pytest.mark.deep
 def test_owners_of_small_trailers_take_turns() -> None:
     """The sums of 20 buckets come from 20 times as many ranks."""
     network, num_ranks = Network(), 64

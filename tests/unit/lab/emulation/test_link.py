@@ -102,6 +102,7 @@ def test_an_error_of_a_send_reaches_whoever_waits(link: EmulatedLink) -> None:
     sends.close(time.perf_counter() + 10.0)
 
 
+@pytest.mark.deep
 def test_a_late_sender_does_not_keep_the_others(receives: Receives) -> None:
     late = Message(1)
     waits, comes = post(receives, late), post(receives, Message(2).come())
