@@ -40,8 +40,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = selection.without_products(item for item in items if item in once)
     kept |= selection.without_products((item for item in items if item not in once), together=2)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    # Tests with a time limit of their own take longest: begun last, they would run when all others are over.
-    items[:] = sorted((item for item in items if item in kept), key=lambda item: item.get_closest_marker("timeout") is None)
+    items[:] = sorted((item for item in items if item in kept), key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    if item.get_closest_marker("timeout"):
+        return 0  # tests with a time limit of their own take longest: begun last, they would run when all others are over
+    mark = item.get_closest_marker("in_ranks")
+    # Tests of one pool with a name stand side by side, so that few workers of pytest-xdist make that pool.
+    return 1 if mark is not None and mark.kwargs["pool"] else 2
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -268,6 +268,7 @@ def test_a_class_that_needs_whole_matrices_is_not_cut(name: str) -> None:
         assert text == NEEDS_WHOLE.format(name)
 
 
+@pytest.mark.deep
 @in_ranks(2)
 def test_a_class_that_the_user_vouches_for_has_the_bits_of_the_plain_one() -> None:
     """The layout changes twice; a plain optimizer goes on from the state of the sharded one."""

@@ -598,6 +598,7 @@ def test_a_checkpoint_has_each_replica_if_all_parameters_are_whole_at_all_places
         second.close()
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_partial_gradients_in_different_orders_are_an_error_on_every_rank() -> None:
     with mesh_of_four() as mesh:

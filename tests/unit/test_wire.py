@@ -95,6 +95,7 @@ def test_zeros_arrive_as_zeros_and_the_largest_as_itself_with_any_offset() -> No
         assert bool((arrived.abs()[:512] <= 3.0 * (1 + 2**-20)).all())
 
 
+@pytest.mark.deep
 def test_the_mean_over_all_offsets_is_the_value() -> None:
     values = drawn(5, 1, [1.0])
     number = 1 << 10

@@ -854,6 +854,7 @@ def test_ranks_measure_once_and_send_nothing_else_afterwards(settings: dict[str,
         assert errors_of(2, train, order="observed", **settings) == ["", ""]
 
 
+@pytest.mark.deep
 def test_measurements_leave_buckets_of_a_given_size_alone() -> None:
     def train(training: Training) -> None:
         training.step()

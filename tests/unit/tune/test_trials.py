@@ -146,6 +146,7 @@ def test_a_plan_without_a_better_neighbor_costs_few_windows() -> None:
     assert trials.present is trials.plan
 
 
+@pytest.mark.deep
 def test_no_more_candidates_than_six_are_tried() -> None:
     trials = trials_of(4096, 1, numel=8)
     run(trials, lambda plan: 1000.0 * 0.8 ** len(plan.buckets).bit_length())
