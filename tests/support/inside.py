@@ -41,13 +41,13 @@ from undertow.lab.emulation.link import BACKEND, EmulatedLink, emulated_backend 
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
 from undertow.ranks import agreement, connections, handshake, patience
-from undertow.ranks.carriers import PostedMessages
 from undertow.ranks.dither import Rounding as Rounding
 from undertow.ranks.dither import Turn as Turn
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import BACKENDS, Abilities, GroupRef
 from undertow.ranks.handle import ThreadWork
 from undertow.ranks.parcels import FullWidth
+from undertow.ranks.posted_messages import PostedMessages
 from undertow.ranks.transport import OwnGroup
 from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind

@@ -2,14 +2,16 @@
 
 Communication:
 
-group        the ranks that the user chooses, and the abilities of their backend
-transport    Undertow's clone of that group, and collectives over it
-handle       a message in flight, to wait for
-exchanges    reduce-scatter, all-reduce and all-gather of parts, added in rank order
-carriers     how the messages of an exchange travel: as sends and receives, or by collectives
-parcels      what the messages contain: a part in full width, or in a format
-dither       offsets before values are rounded
-agreement    facts that must be equal on all ranks, compared while all wait
+group                the ranks that the user chooses, and the abilities of their backend
+transport            Undertow's clone of that group, and collectives over it
+handle               a message in flight, to wait for
+exchanges            reduce-scatter, all-reduce and all-gather of parts, added in rank order
+messages             the messages of an exchange on their way, as data
+posted_messages      they travel as sends and receives: for gloo
+backend_collectives  they travel by collectives: for all other backends
+parcels              what the messages contain: a part in full width, or in a format
+dither               offsets before values are rounded
+agreement            facts that must be equal on all ranks, compared while all wait
 
 If a rank does not answer:
 
