@@ -19,6 +19,7 @@ meeting      all ranks have arrived: before they connect, or make a group
 handshake    neighbors connect to each other at a meeting
 connections  a TCP connection to a neighbor
 watch        the *ring* of connected ranks of a group, and each model's *watch* over them
+null_watch   the watch of a rank without others
 guard        the one thread of a process, which listens to its rings
 faults       a *fault*, the reason why a step cannot continue, as a value and as text
 patience     how long ranks wait before they look, ask, or give up
