@@ -415,7 +415,7 @@ class OuterSync(StepListener):
                 is_stopping=self._stop.is_pending,
             )
             if not part.is_read_at_end:  # it has just read the exchange before
-                self._stop.exchange_ends(is_told=self._is_told(part))
+                self._stop.told_elsewhere(is_told=self._is_told(part))
             if turns.delay == 0:
                 self._finish(part)
 
@@ -426,7 +426,7 @@ class OuterSync(StepListener):
         self._timings.note_exchange(part, exposed_s=time.perf_counter() - start_s)
         part.step()
         if part.is_read_at_end:
-            self._stop.exchange_ends(is_told=self._is_told(part))
+            self._stop.told_elsewhere(is_told=self._is_told(part))
         self.num_synchronizations += 1
         every = self._config.check_replicas_every
         if every is not None and self.num_synchronizations % every == 0:
