@@ -529,7 +529,7 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
 def global_values(model: undertow.DistributedDataParallel, name: str) -> torch.Tensor:
     """The global values of a parameter, with outer synchronization in one fragment."""
     (fragment,) = model.outer._fragments
-    return fragment.named(fragment.values)[name]
+    return fragment.layout.named(fragment.values)[name]
 
 
 def leave_unread(model: undertow.DistributedDataParallel, facts: list[list[float]]) -> None:

@@ -31,7 +31,8 @@ from undertow.errors import (
 )
 from undertow.outer.aside import Aside
 from undertow.outer.comparisons import Comparisons
-from undertow.outer.fragment import BufferPlace, Fragment
+from undertow.outer.fragment import Fragment
+from undertow.outer.fragment_layout import BufferPlace
 from undertow.outer.fragments import Fragments, tensors_of, turns_of
 from undertow.outer.frozen import Frozen
 from undertow.outer.loads import OuterLoads, Values, values_of
@@ -430,7 +431,7 @@ class OuterSync(StepListener):
         self.num_synchronizations += 1
         every = self._config.check_replicas_every
         if every is not None and self.num_synchronizations % every == 0:
-            self._comparisons.start(part.named(part.values), self._fragments.ids)
+            self._comparisons.start(part.layout.named(part.values), self._fragments.ids)
 
     def _is_told(self, part: Fragment) -> bool:
         """Returns True if a rank has asked all to stop in this exchange: on a mesh at any place."""
