@@ -528,13 +528,13 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
 
 def global_values(model: undertow.DistributedDataParallel, name: str) -> torch.Tensor:
     """The global values of a parameter, with outer synchronization in one fragment."""
-    (fragment,) = model.outer._fragments
+    (fragment,) = model.outer._exchanges.fragments
     return fragment.layout.named(fragment.values)[name]
 
 
 def leave_unread(model: undertow.DistributedDataParallel, facts: list[list[float]]) -> None:
     """Makes these the facts of each rank in the last exchange, which nobody has read yet, as on a device."""
-    (fragment,) = model.outer._fragments
+    (fragment,) = model.outer._exchanges.fragments
     finite_mean = torch.zeros(1)
     no_stop, same_frozen = 0.0, 0.0
     of_each_fact = torch.tensor([[*of_rank, no_stop, same_frozen] for of_rank in facts]).T
