@@ -36,7 +36,7 @@ from undertow import (
     save_checkpoint,
 )
 from undertow.checkpoint import files
-from undertow.checkpoint.files import Statuses
+from undertow.checkpoint.statuses import Statuses
 
 SETUPS = {
     "ddp": Setup(strategy="ddp"),

@@ -35,7 +35,7 @@ class Removal(NamedTuple):
     why: str = ""
 
 
-EXCHANGES, CARRIERS = "ranks/exchanges.py", "ranks/carriers.py"
+EXCHANGES, COLLECTIVES = "ranks/exchanges.py", "ranks/backend_collectives.py"
 ONE_STREAM = "one stream allocates this memory and uses it"
 TOLD, USUAL = "device.to_host(self._memory.trailer[self._flags])", "torch.from_numpy(self._usual.copy())"
 REMOVALS = (
@@ -68,8 +68,8 @@ REMOVALS = (
     Removal(EXCHANGES, "Wait([*last, *shared, *means.works]", "Wait([*last, *shared]"),
     Removal(EXCHANGES, "Wait([*flags.works, *total.works]", "Wait([*total.works]"),
     Removal(EXCHANGES, "Wait([*flags.works, *total.works]", "Wait([*flags.works]"),
-    Removal(CARRIERS, "            _wait_for(wait.works)\n            return wait.then()", "            return wait.then()"),
-    Removal(CARRIERS, "return Handle(*wait.works, finish=wait.then)", "return Handle(*wait.works)"),
+    Removal(COLLECTIVES, "            return wait.run_next()", "            return wait.then()"),
+    Removal(COLLECTIVES, "return Handle(*wait.works, finish=wait.then)", "return Handle(*wait.works)"),
     Removal("buckets/transfer.py", "        for handle in handles:\n            handle.wait()\n", ""),
     Removal("buckets/bucket.py", "            for handle in handles:\n                handle.wait()\n", "            pass\n"),
     Removal(
@@ -108,17 +108,17 @@ REMOVALS = (
     Removal(EXCHANGES, "into=total)\n            carrier.give_back(summands.held)", "into=total)"),
     Removal(EXCHANGES, "            carrier.give_back([total])", "            pass", ONE_STREAM),
     Removal(EXCHANGES, "            carrier.give_back(means.held)", "            pass"),
-    Removal(EXCHANGES, "            room.give_back()", "            pass", ONE_STREAM),
+    Removal(EXCHANGES, "            carrier.give_back(borrowed.tensors)", "            pass", ONE_STREAM),
     Removal(EXCHANGES, "                    carrier.give_back([values])", "                    pass"),
     Removal(EXCHANGES, "            carrier.give_back([difference])", "            pass", ONE_STREAM),
     Removal(EXCHANGES, "            carrier.give_back(arriving.held)\n            if pieces", "            if pieces"),
-    Removal(CARRIERS, "[work], [received, sent])", "[work], [sent])"),
-    Removal(CARRIERS, "[work], [received, sent])", "[work], [received])"),
-    Removal(CARRIERS, "[work], [part, values])", "[work], [values])"),
-    Removal(CARRIERS, "[work], [part, values])", "[work], [part])"),
-    Removal(CARRIERS, "held=[flat], flat=flat", "flat=flat"),
-    Removal(CARRIERS, "        gathering.held.append(sent)\n", ""),
-    Removal(CARRIERS, "            self.group.hardware.keep(tensor)", "            pass"),
+    Removal(COLLECTIVES, "[work], [received, sent])", "[work], [sent])"),
+    Removal(COLLECTIVES, "[work], [received, sent])", "[work], [received])"),
+    Removal(COLLECTIVES, "[work], [part, values])", "[work], [values])"),
+    Removal(COLLECTIVES, "[work], [part, values])", "[work], [part])"),
+    Removal(COLLECTIVES, "held=[flat], flat=flat", "flat=flat"),
+    Removal(COLLECTIVES, "        gathering.held.append(sent)\n", ""),
+    Removal(COLLECTIVES, "            self.group.hardware.keep(tensor)", "            pass"),
     Removal("buckets/bucket.py", "        self._shared.reducer.group.hardware.keep(memory.flat)", "        pass"),
     Removal("engine/round.py", "            bucket.keep_gradients()", "            pass"),
     Removal("buckets/bucket.py", "        self._keep(self._late.values())\n", ""),
@@ -127,7 +127,7 @@ REMOVALS = (
     Removal("optim/state.py", "return device_of(state.device).keep(state)", "return state"),
     Removal("ranks/parcels.py", "            forget_scratch()  # this", "            pass  # this"),
     # Streams
-    Removal(CARRIERS, "        with self.group.hardware.use(self._side):", "        if True:"),
+    Removal(COLLECTIVES, "        with self.group.hardware.use(self._side):", "        if True:"),
     Removal("buckets/recorder.py", "        with self._device.use(self._done_stream):", "        if True:"),
     # Guards of reads
     Removal("engine/round.py", "is_host or must_know or compiled.is_learning", "is_host or compiled.is_learning"),

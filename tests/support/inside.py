@@ -41,15 +41,16 @@ from undertow.lab.emulation.link import BACKEND, EmulatedLink, emulated_backend 
 from undertow.plan import ParamSpec
 from undertow.plan.layout import equal_parts
 from undertow.ranks import agreement, connections, handshake, patience
-from undertow.ranks.carriers import PostedMessages
 from undertow.ranks.dither import Rounding as Rounding
 from undertow.ranks.dither import Turn as Turn
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import BACKENDS, Abilities, GroupRef
 from undertow.ranks.handle import ThreadWork
+from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.parcels import FullWidth
+from undertow.ranks.posted_messages import PostedMessages
 from undertow.ranks.transport import OwnGroup
-from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
+from undertow.ranks.watch import Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
 from undertow.sharded.sharding import Sharding
@@ -527,13 +528,13 @@ def open_with_rows(module: nn.Module, rows: tuple[tuple[int, ...], ...]) -> None
 
 def global_values(model: undertow.DistributedDataParallel, name: str) -> torch.Tensor:
     """The global values of a parameter, with outer synchronization in one fragment."""
-    (fragment,) = model.outer._fragments
-    return fragment.named(fragment.values)[name]
+    (fragment,) = model.outer._exchanges.fragments
+    return fragment.layout.named(fragment.values)[name]
 
 
 def leave_unread(model: undertow.DistributedDataParallel, facts: list[list[float]]) -> None:
     """Makes these the facts of each rank in the last exchange, which nobody has read yet, as on a device."""
-    (fragment,) = model.outer._fragments
+    (fragment,) = model.outer._exchanges.fragments
     finite_mean = torch.zeros(1)
     no_stop, same_frozen = 0.0, 0.0
     of_each_fact = torch.tensor([[*of_rank, no_stop, same_frozen] for of_rank in facts]).T

@@ -47,9 +47,9 @@ from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
 from undertow.ranks.handle import Handle
+from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
-from undertow.ranks.watch import NullWatch
 from undertow.schedule import Op
 from undertow.sharded import groups
 from undertow.sync import gradient_sync, group_sync

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from undertow.checkpoint import files
 from undertow.checkpoint.copies import Copies
+from undertow.checkpoint.statuses import Statuses
 from undertow.errors import CheckpointError
 from undertow.ranks import faults
 
@@ -40,7 +41,7 @@ class Task:
     token: str  # tells it from all other saves
     rank: int
     num_ranks: int
-    statuses: files.Statuses
+    statuses: Statuses
     finish: Callable[[], object]  # completes the checkpoint, on rank 0
     limit_s: float  # without progress, after which it counts as hanging
     is_hopeless: Callable[[], bool]  # another rank is gone

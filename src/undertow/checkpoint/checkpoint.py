@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import nn
 
-from undertow.checkpoint import files
+from undertow.checkpoint import files, history
 from undertow.checkpoint.background import LAST, BackgroundSave
 from undertow.checkpoint.loading import Loading
 from undertow.checkpoint.ranks import CheckpointRanks
@@ -122,7 +122,7 @@ def has_checkpoint(path: str | PathLike[str], which: Literal["latest"] | None = 
     LAST.wait()
     if which is None:
         return files.found_at(target) is not None
-    return files.has_complete(target)
+    return history.has_complete(target)
 
 
 def load_checkpoint(
@@ -162,7 +162,7 @@ def load_checkpoint(
     ranks.agree(ranks.settle_background)
 
     def find() -> Path:
-        return files.folder_for_loading(target if which is None else files.latest_in(target))
+        return files.folder_for_loading(target if which is None else history.latest_in(target))
 
     folder = ranks.agree_on_first(find)
     loading = Loading(ranks, model, optimizers, folder)

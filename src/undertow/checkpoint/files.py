@@ -18,8 +18,7 @@ If a save is interrupted at any point, one of the two folders is complete.
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
@@ -45,7 +44,6 @@ _PLACE = re.compile(r"place-(0|[1-9][0-9]{0,8})")
 _HEAD = re.compile(
     rb'\{"format": %d, "save": "([0-9a-f]+)", "saved_ns": ([0-9]{1,19})[,}]' % _FORMAT
 )
-_LAST_NS = 9 * 10**18  # a later time, in the year 2255, is not of a save
 _HEAD_BYTES = 128  # of an index, which are read to tell saves apart
 _MOST_BYTES = 1 << 28  # of the index, which is read as a whole
 _LEVELS = MOST_LEVELS - 5  # of a value in the index, which nests it further
@@ -88,7 +86,7 @@ def folder_for_saving(path: Path, *, num_places: int = 0) -> Path:
         error=CheckpointError,
     )
     require(
-        not _is_complete(path.parent),
+        not is_complete(path.parent),
         f"{path.parent.name} is a checkpoint, and another one inside would be foreign to it.",
         where=f"save_checkpoint({str(path)!r})",
         remedy="Save next to it.",
@@ -96,10 +94,10 @@ def folder_for_saving(path: Path, *, num_places: int = 0) -> Path:
     )
     new = new_folder(path)
     for folder in (path, new):
-        _require_removable(folder)
-    if _is_complete(new) and not _is_complete(path):
+        require_removable(folder)
+    if is_complete(new) and not is_complete(path):
         _replace(path, new)
-    _remove(new)
+    remove(new)
     new.mkdir(parents=True)
     for number in range(num_places):
         (new / at_place(number)).mkdir()
@@ -136,7 +134,7 @@ def put_in_place(path: Path, index: str) -> None:
     try:
         _replace(path, new)
     except OSError as error:
-        if _is_complete(new) and _is_complete(path):  # the one before is found
+        if is_complete(new) and is_complete(path):  # the one before is found
             os.unlink(new / INDEX)
             raise
         faults.tell(
@@ -148,15 +146,15 @@ def put_in_place(path: Path, index: str) -> None:
 
 def found_at(path: Path) -> Path | None:
     """Returns the folder of a complete checkpoint; without one, `path` if it exists."""
-    complete = _complete_at(path)
+    complete = complete_at(path)
     return path if complete is None and os.path.lexists(path) else complete
 
 
-def _complete_at(path: Path) -> Path | None:
+def complete_at(path: Path) -> Path | None:
     """Returns the folder of a complete checkpoint."""
     # `path` twice: between two looks a save may give the new one its name.
     folders = (path, new_folder(path), path)
-    return next((folder for folder in folders if _is_complete(folder)), None)
+    return next((folder for folder in folders if is_complete(folder)), None)
 
 
 def index_text(token: str, saved_ns: int, fields: Mapping[str, object]) -> str:
@@ -185,7 +183,7 @@ def is_of_save(path: Path, token: str) -> bool:
 
 def head_of(folder: Path) -> tuple[str, int] | None:
     """Returns the token and the time of a save by the start of its index; None if it has none."""
-    if not _is_complete(folder):
+    if not is_complete(folder):
         return None
     try:
         with open(folder / INDEX, "rb") as file:
@@ -193,95 +191,6 @@ def head_of(folder: Path) -> tuple[str, int] | None:
     except OSError:
         return None
     return None if match is None else (match[1].decode(), int(match[2]))
-
-
-def complete_in(folder: Path, *, skips_foreign: bool = False) -> list[Path]:
-    """Returns the complete checkpoints in a folder of checkpoints, the newest first.
-
-    An index of another kind does not tell its age. CheckpointError is raised for it, unless such
-    checkpoints, and those with foreign files, are to be skipped.
-    """
-    found = []
-    for path in _paths_in(folder):
-        try:
-            time_ns = _saved_ns_at(path)
-            if skips_foreign:
-                _require_removable(path)
-                _require_removable(new_folder(path))
-        except (CheckpointError, OSError):
-            if not skips_foreign:
-                raise
-            continue
-        if time_ns is not None:
-            found.append((time_ns, path))
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def has_complete(folder: Path) -> bool:
-    """Returns True if a folder of checkpoints has a complete one."""
-    return any(_own_complete_at(path) is not None for path in _paths_in(folder))
-
-
-def _paths_in(folder: Path) -> list[Path]:
-    """Returns the paths in a folder of checkpoints that may have one."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    names = {file.name.removesuffix(".new") for file in found}
-    return [folder / name for name in sorted(names - {""})]
-
-
-def _own_complete_at(path: Path) -> Path | None:
-    """Returns the folder of a complete checkpoint, unless it is a link: it is of another folder."""
-    complete = _complete_at(path)
-    return None if complete is None or complete.is_symlink() else complete
-
-
-def _saved_ns_at(path: Path) -> int | None:
-    """Returns the time of a save, or None without a complete one; raises CheckpointError for a
-    foreign index."""
-    # A save may remove or rename it between finding and reading: then look once more.
-    for is_last in (False, True):
-        complete = _own_complete_at(path)
-        if complete is None:
-            return None
-        head = head_of(complete)
-        if head is not None:
-            return head[1]
-        if is_last and _is_complete(complete):
-            read_index(complete)  # tells why
-            raise broken(complete / INDEX, "does not begin as save_checkpoint writes it")
-    return None
-
-
-def latest_in(folder: Path) -> Path:
-    """Returns the newest complete checkpoint in a folder of checkpoints."""
-    complete = complete_in(folder)
-    if not complete:
-        raise CheckpointError(
-            "no complete checkpoint was found.",
-            where=f"in the folders in {folder.absolute()}",
-            remedy="Give the folder that holds the checkpoints; every rank must see it.",
-        )
-    return complete[0]
-
-
-def saved_ns(path: Path, now_ns: int) -> int:
-    """Returns the time of a save to `path`: now, but after all others next to it, whatever clocks
-    say."""
-    folder = path.parent
-    others = map(head_of, folder.iterdir()) if folder.is_dir() else ()
-    times = [1 + head[1] for head in others if head is not None and head[1] < _LAST_NS]
-    return max([now_ns, *times])
-
-
-def remove_older(path: Path, keep: int) -> None:
-    """Removes the complete checkpoints next to `path` except `keep` of them: `path`, which has just
-    been saved, and the newest others. Folders with foreign files do not count."""
-    neighbors = complete_in(path.parent, skips_foreign=True)
-    older = [each for each in neighbors if each.name != path.name]
-    for each in older[keep - 1 :]:
-        for found in (each, new_folder(each)):
-            if _is_complete(found):
-                _remove(found)
 
 
 def folder_for_loading(path: Path) -> Path:
@@ -389,13 +298,13 @@ def _require_regular(path: Path) -> None:
         raise broken(path, "is not a regular file" if os.path.lexists(path) else "is missing")
 
 
-def _require_removable(folder: Path) -> None:
+def require_removable(folder: Path) -> None:
     """Raises CheckpointError if the folder holds files that saving has not written."""
     is_folder = folder.is_dir() and not folder.is_symlink()
     present = sorted(folder.iterdir()) if is_folder else [folder]
     for file in present:
         if is_folder and _is_place(file):
-            _require_removable(file)
+            require_removable(file)
             continue
         require(
             _OURS.fullmatch(file.name) if is_folder else not os.path.lexists(folder),
@@ -406,22 +315,22 @@ def _require_removable(folder: Path) -> None:
         )
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     return os.path.isfile(folder / INDEX)  # False too if nobody may look there
 
 
 def _replace(path: Path, new: Path) -> None:
-    _remove(path)
+    remove(path)
     os.rename(new, path)
     _sync(path.parent)
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     if folder.exists():
         # Remove the index first: half a checkpoint must not look like a complete one.
         for file in sorted(folder.iterdir(), key=lambda file: file.name != INDEX):
             if _is_place(file):
-                _remove(file)
+                remove(file)
             else:
                 file.unlink()
         folder.rmdir()
@@ -444,80 +353,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class Statuses:
-    """How far each rank is with a save in the background, as names of files in its folder.
-
-        save-<token>-<rank>.writing ──> .written   its files are on the disk
-                                   └──> .failed    with a text; of rank 0: the save has failed
-
-    A rank renames its own file, which needs no room on a full disk. The file's time moves whenever
-    a part of the rank's files is on the disk.
-    """
-
-    def __init__(self, folder: Path, token: str, *, rank: int) -> None:
-        self.folder = folder
-        self._token, self._rank = token, rank
-
-    def begin(self) -> None:
-        """Creates this rank's file. Raises OSError if the rank does not see the folder, or has no
-        right to write there."""
-        self._of(self._rank, "writing").touch(exist_ok=False)
-
-    def note_progress(self) -> None:
-        os.utime(self._of(self._rank, "writing"))
-
-    def end(self, text: str = "") -> None:
-        """Tells that this rank's files are written, or have failed with this text."""
-        writing = self._of(self._rank, "writing")
-        if text:
-            with suppress(OSError):  # such as a full disk: the name tells it
-                writing.write_text(text, encoding="utf-8")
-        os.rename(writing, self._of(self._rank, "failed" if text else "written"))
-
-    def fail_all(self, text: str) -> None:
-        """Called on rank 0 when the save has failed on some rank, or at the end.
-
-        A complete folder stays as it is: with one file more, no load would take it.
-        """
-        written, failed = self._of(0, "written"), self._of(0, "failed")
-        if not failed.exists() and not _is_complete(self.folder):
-            with suppress(OSError):  # such as a full disk: the name tells it
-                written.write_text(text, encoding="utf-8")
-            os.rename(written, failed)
-
-    def remove(self) -> None:
-        """Called on rank 0 after all have written."""
-        for file in self._present("*.written"):
-            file.unlink()
-
-    def texts(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Returns the errors of the ranks that have failed."""
-        found = {}
-        for rank in ranks:
-            with suppress(FileNotFoundError):
-                text = self._of(rank, "failed").read_text(encoding="utf-8", errors="replace")
-                found[rank] = text
-        return found
-
-    def number_written(self) -> int:
-        return len(self._present("*.written"))
-
-    def times(self) -> dict[str, int]:
-        """Returns the last change of each rank's file; another result is progress."""
-        found = {}
-        for file in self._present("*"):
-            with suppress(FileNotFoundError):  # it has just got its other name
-                found[file.name] = file.stat().st_mtime_ns
-        return found
-
-    def _present(self, pattern: str) -> list[Path]:
-        """Returns the files of this save; none when rank 0 has just renamed the folder."""
-        try:
-            return list(self.folder.glob(f"save-{self._token}-{pattern}"))
-        except FileNotFoundError:
-            return []
-
-    def _of(self, rank: int, state: str) -> Path:
-        return self.folder / f"save-{self._token}-{rank}.{state}"

@@ -18,10 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from undertow.checkpoint import contents, files
+from undertow.checkpoint import contents, files, history
 from undertow.checkpoint.background import LAST, BackgroundSave, Task
 from undertow.checkpoint.copies import Copies, memory_for
 from undertow.checkpoint.ranks import CheckpointRanks
+from undertow.checkpoint.statuses import Statuses
 from undertow.checkpoint.tensors import require_stored
 from undertow.engine.step_settings import require_same_settings, settings_of, text_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
@@ -161,7 +162,7 @@ class Saving:
 
     def _open_folder(self) -> Path:
         """Called on the first rank."""
-        saved_ns = files.saved_ns(self._ranks.path, time.time_ns())
+        saved_ns = history.saved_ns(self._ranks.path, time.time_ns())
         self._text = files.index_text(self._token, saved_ns, self._index)
         return files.folder_for_saving(
             self._ranks.path, num_places=len(self._index.get("places", ()))
@@ -205,7 +206,7 @@ class Saving:
     def write_in_background(self, folder: Path) -> BackgroundSave:
         """Copies the files of this rank; a thread writes them."""
         ranks = self._ranks
-        statuses = files.Statuses(folder, self._token, rank=ranks.rank)
+        statuses = Statuses(folder, self._token, rank=ranks.rank)
         copies = Copies(memory_for(self._model))
 
         def copy() -> None:
@@ -235,7 +236,7 @@ def _finish(path: Path, index: str, keep: int | None) -> None:
     if keep is None:
         return
     try:
-        files.remove_older(path, keep)
+        history.remove_older(path, keep)
     except Exception as error:  # the checkpoint is saved, whatever is left next to it
         faults.tell(
             f"the checkpoint of {path} is saved, but older ones could not be removed.\n"

@@ -131,6 +131,18 @@ def settings_of(
     return config or SyncConfig(**given)
 
 
+def builtin_hook(comm_hook_type: Any) -> Any:
+    """Returns the function of one of torch's built-in communication hooks."""
+    # loads all of torch's optimizers
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    hooks = {
+        "ALLREDUCE": default_hooks.allreduce_hook,
+        "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+    }
+    return hooks[comm_hook_type.name]
+
+
 def private_to_torch(name: str) -> ConfigError:
     """Returns the error of an argument or a method that is private in torch."""
     return ConfigError(

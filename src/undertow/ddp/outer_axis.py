@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import Outer, SyncConfig
+from undertow.ddp.fully_shard import WHERE, group_of_replicas, refuse_divisor, require_managed
 from undertow.engine.checks import unlike_values
-from undertow.errors import ConfigError, Desync, ReplicaMismatch, WrongType, require
+from undertow.errors import Desync, ReplicaMismatch, WrongType, require
 from undertow.mesh.axes import everyone
 from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.outer.outer_sync import OuterSync
@@ -38,7 +39,6 @@ from undertow.sync.gradient_sync import GradientSync
 from undertow.torch_private import fsdp, private, tables
 from undertow.wire import WIRES
 
-_WHERE = "outer_axis(...)"
 # A message's number of elements is compared modulo this, so that sums of squares are exact.
 _SIZES_TOLD_APART = 1 << 20
 
@@ -82,7 +82,7 @@ def outer_axis(
     require(
         isinstance(module, nn.Module),
         f"module must be a torch.nn.Module, got {type(module).__name__}.",
-        where=f"{_WHERE}, first argument",
+        where=f"{WHERE}, first argument",
         remedy="Pass the model itself.",
         error=WrongType,
     )
@@ -90,18 +90,18 @@ def outer_axis(
     require(
         wire is None or outer is None,
         "wire and outer are both given: with outer, no gradients are sent across replicas.",
-        where=_WHERE,
+        where=WHERE,
         remedy='Write outer=Outer(every=30, wire="int8").',
     )
     require(
         config.wire != "auto",
         'wire="auto" is not supported: no other format is tried on this axis.',
-        where=_WHERE,
+        where=WHERE,
         remedy='Give a format, such as "int8", or none.',
     )
     managed = [(name, part) for name, part in tables.named_modules(module) if fsdp.is_managed(part)]
-    _require_managed(module, managed)
-    return OuterAxis(module, managed, _replicas(managed, device_mesh), config)
+    require_managed(module, managed)
+    return OuterAxis(module, managed, group_of_replicas(managed, device_mesh), config)
 
 
 class OuterAxis:
@@ -181,7 +181,7 @@ class OuterAxis:
         reduce: Callable[[Tensor], None] = partial(self._reduce, index, fsdp.param_groups(part))
         if self._config.outer is not None:
             reduce = self._keep
-        refuse = partial(_refuse_divisor, f"module {self._names[index]!r}")
+        refuse = partial(refuse_divisor, f"module {self._names[index]!r}")
         return fsdp.take_over(part, reduce, refuse=refuse)
 
     def _synchronized(
@@ -224,7 +224,7 @@ class OuterAxis:
             group,
             params,
             what,
-            where=_WHERE,
+            where=WHERE,
             remedy="Initialize all replicas with the same seed, or load the same weights.",
         )
         # Ranks with other shards would wait for these in the first forward.
@@ -365,101 +365,6 @@ class _Message:
         """Writes what was received into the shards."""
         for own, place in self.places:
             values[own].copy_(sent[place])
-
-
-def _refuse_divisor(named: str, _factor: float = 0.0) -> None:
-    """Raises ConfigError; in place of `set_gradient_divide_factor`."""
-    raise ConfigError(
-        f"{named} has its own divisor, which counts torch's ranks and not the replicas.",
-        where=_WHERE,
-        remedy="Leave set_gradient_divide_factor out, and scale the loss.",
-    )
-
-
-def _require_managed(module: nn.Module, managed: Sequence[tuple[str, nn.Module]]) -> None:
-    require(
-        managed,
-        f"{type(module).__name__} has no module that torch's fully_shard manages.",
-        where=_WHERE,
-        remedy="Call fully_shard first; without it use DistributedDataParallel or attach.",
-    )
-    for name, part in managed:
-        groups = fsdp.param_groups(part)
-        named = f"module {name!r}" if name else "the model"
-        require(
-            len(groups) <= 1,
-            f"parameters of {named} have several meshes, and torch has one hook for all.",
-            where=_WHERE,
-            remedy="Shard all parameters of a module over one mesh.",
-        )
-        for group in groups:
-            require(
-                fsdp.is_sharded(group),
-                f"{named} is managed by torch's replicate, and has no shards.",
-                where=_WHERE,
-                remedy="Leave replicate out, and use DistributedDataParallel or attach.",
-            )
-            if fsdp.has_own_divisor(group):
-                _refuse_divisor(named)
-            require(
-                not fsdp.is_offloaded(group),
-                f"{named} keeps its parameters in host memory, and gradients are averaged on a "
-                "device.",
-                where=_WHERE,
-                remedy="Leave CPUOffloadPolicy out.",
-            )
-            require(
-                not any(param.is_meta for param in fsdp.params_of(group)),
-                f"{named} has parameters on the meta device, which have no values.",
-                where=_WHERE,
-                remedy="Call model.to_empty(device=...) and load or initialize them first.",
-            )
-
-
-def _replicas(
-    managed: Sequence[tuple[str, nn.Module]], device_mesh: DeviceMesh | None
-) -> dist.ProcessGroup:
-    """Returns the ranks of the replicas that have the same shards.
-
-    Raises ConfigError unless it is given once, and alike for all modules.
-    """
-    groups = [group for _, part in managed for group in fsdp.param_groups(part)]
-    of_torch = {fsdp.replicas_of(group) for group in groups}
-    require(
-        len(of_torch) == 1,
-        "fully_shard got different meshes for different modules.",
-        where=_WHERE,
-        remedy="Give all modules one mesh.",
-    )
-    (found,) = of_torch
-    require(
-        (found is None) != (device_mesh is None),
-        "the dimension across replicas is not given."
-        if found is None
-        else "the dimension across replicas is given twice: to fully_shard, and as device_mesh.",
-        where=_WHERE,
-        remedy='Give device_mesh=mesh["dp_replicate"]; or shard over '
-        'mesh["dp_replicate", "dp_shard"] and leave device_mesh out.',
-    )
-    if device_mesh is not None:
-        require(
-            device_mesh.ndim == 1,
-            f"device_mesh must have one dimension, got {device_mesh}.",
-            where=_WHERE,
-            remedy='Give device_mesh=mesh["dp_replicate"].',
-        )
-        found = device_mesh.get_group()
-    assert found is not None
-    shards = set(dist.get_process_group_ranks(fsdp.shards_of(groups[0])))
-    both = shards.intersection(dist.get_process_group_ranks(found))
-    require(
-        len(both) == 1,
-        f"ranks {', '.join(map(str, sorted(both)))} have shards of one replica: this dimension is "
-        "not across replicas.",
-        where=_WHERE,
-        remedy="Give the other dimension of the mesh.",
-    )
-    return found
 
 
 def _own_groups(

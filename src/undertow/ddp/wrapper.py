@@ -340,14 +340,7 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
         return self.process_group
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        # loads all of torch's optimizers
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        hooks = {
-            "ALLREDUCE": default_hooks.allreduce_hook,
-            "FP16_COMPRESS": default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+        self.register_comm_hook(self.process_group, arguments.builtin_hook(comm_hook_type))
 
     def _register_buffer_comm_hook(self, *_args: object, **_kwargs: object) -> NoReturn:
         raise arguments.private_to_torch("_register_buffer_comm_hook")

@@ -219,7 +219,7 @@ class Checks:
     ) -> Desync | None:
         rows = received.result().tolist()
         if self._do_places_stop:
-            self.stop.places_end(is_told=any(is_stopping for *_, is_stopping in rows))
+            self.stop.told_elsewhere(is_told=any(is_stopping for *_, is_stopping in rows))
         return _other_order(everyone, order, [row[:2] for row in rows], number)
 
     def require_alike(self) -> None:

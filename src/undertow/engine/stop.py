@@ -18,7 +18,7 @@ class StopRequest:
     On the host, all ranks read it when that synchronization ends. On a device they read it later;
     then they tell it too, and all follow it at the end of the first synchronization in which every
     rank has told it. `is_told_elsewhere`: the group has not all ranks that must stop together. Then
-    exchanges of replicas tell it (`exchange_ends`), or the places of a mesh (`places_end`).
+    exchanges of replicas tell it, or the places of a mesh (`told_elsewhere`).
     """
 
     def __init__(self, group: OwnGroup, *, is_told_elsewhere: bool) -> None:
@@ -56,33 +56,28 @@ class StopRequest:
         """Called after every synchronization, also one that has failed, with its findings."""
         if self._is_told_elsewhere:
             return
-        self._watch_time("two synchronizations")
+        self._watch_time()
         if self.is_requested or not found.readings or not found.reported("stopping"):
             return
         self.is_heard_of = True
         told_by = found.reported("stopping", overdue=False)
         self.is_requested = self._group.hardware.is_host or told_by == sorted(self._group.names)
 
-    def exchange_ends(self, *, is_told: bool) -> None:
-        """Called after an exchange of replicas, in the same step on every rank."""
-        self._watch_time("two exchanges of replicas")
+    def told_elsewhere(self, *, is_told: bool) -> None:
+        """Called after an exchange of replicas, or when the places of a mesh have told each other
+        after a synchronization, in the same step on every rank."""
+        self._watch_time()
         self.is_requested |= is_told
 
-    def places_end(self, *, is_told: bool) -> None:
-        """Called when the places of a mesh have told each other after a synchronization, in the
-        same step on every rank."""
-        self._watch_time("two synchronizations")
-        self.is_requested |= is_told
-
-    def _watch_time(self, between: str) -> None:
+    def _watch_time(self) -> None:
         if self.grace_s is None:
             return
         before_s, self._synchronized_s = self._synchronized_s, time.monotonic()
         took_s = self._synchronized_s - before_s
         if took_s > self.grace_s:
             warnings.warn(
-                f"{took_s:.1f} s passed between {between}: a signal may end this process before "
-                "all ranks know of it.\n"
+                f"{took_s:.1f} s passed between two synchronizations: a signal may end this "
+                "process before all ranks know of it.\n"
                 f"  stop_on_signal(seconds={self.grace_s:g}), rank {self._group.name}\n"
                 "  Ask for more time between the signal and the end of the process, or synchronize "
                 "more often.",

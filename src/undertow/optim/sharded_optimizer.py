@@ -13,7 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from undertow.engine.progress import params_of
 from undertow.errors import CheckpointError, ConfigError, PhaseError, WrongType, require
-from undertow.mesh.local_tensors import distributed, local_tensor, part_like, placed_like
 from undertow.optim.clipping import clip_members
 from undertow.optim.inner_optimizer import InnerOptimizer, copy_of, hyper_parameters
 from undertow.optim.requirements import (
@@ -25,14 +24,12 @@ from undertow.optim.requirements import (
     require_whole_on_ranks,
 )
 from undertow.optim.state import (
-    MASTER_OF,
     NEED_WHOLE,
     OF_EXACT,
     ParamState,
-    flattened,
     gather_states,
-    is_of_the_whole,
-    nested,
+    on_this_rank,
+    placed_on_mesh,
     updates_whole_parameters,
 )
 from undertow.sharded.params import ShardPart
@@ -223,7 +220,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         next step.
         """
         if self._consolidated is None:
-            return self._packed(self._placed(self._whole_states()))
+            return self._packed(placed_on_mesh(self._whole_states(), self.optimizer_class))
         to, states = self._consolidated
         require(
             to == dist.get_rank(self.process_group),
@@ -233,7 +230,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             remedy=f"Call state_dict() on rank {to} only, until the next step.",
             error=PhaseError,
         )
-        return self._packed(self._placed(states))
+        return self._packed(placed_on_mesh(states, self.optimizer_class))
 
     def _own_state_dict(self) -> tuple[dict[str, Any], dict[Tensor, ShardPart]]:
         """Returns the state on this rank in the layout of `state_dict`, and the parts of
@@ -302,7 +299,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for number, param in zip(numbers, params_of(self), strict=True):
             if number in states:
-                self.state[param] = self._part(param, states.pop(number))
+                self.state[param] = on_this_rank(param, states.pop(number))
                 self._stepped[param] = None
         require(
             not states,
@@ -441,25 +438,3 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             for param, state in states.items()
             if state.keys() - OF_EXACT or (param in self._stepped and param in self.state)
         }
-
-    def _placed(self, states: Mapping[Tensor, ParamState]) -> Mapping[Tensor, ParamState]:
-        """Returns the states with DTensors, on a mesh: tensors with the elements of a parameter
-        are placed as it is."""
-        placed = dict(states)
-        for param in distributed(states):
-            local = local_tensor(param)
-            found = flattened(states[param])
-            # It is of the part of one place, and torch.distributed.checkpoint has one for all.
-            found.pop(MASTER_OF, None)
-            for key, value in found.items():
-                is_tensor = isinstance(value, Tensor)
-                if is_tensor and not is_of_the_whole(key, value, local, self.optimizer_class):
-                    found[key] = placed_like(param, value)
-            placed[param] = nested(found)
-        return placed
-
-    def _part(self, param: Tensor, state: Mapping[str, Any]) -> ParamState:
-        """Returns a loaded state with this rank's part of each DTensor."""
-        if not distributed([param]):
-            return dict(state)
-        return nested({key: part_like(param, value) for key, value in flattened(state).items()})

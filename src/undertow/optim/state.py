@@ -1,4 +1,5 @@
-"""The state of a sharded optimizer: cut to this rank's elements, and gathered whole."""
+"""The state of a sharded optimizer: cut to this rank's elements, gathered whole, and placed on a
+mesh."""
 
 import copy
 import json
@@ -14,6 +15,7 @@ from torch import Tensor
 from undertow.buckets.memory import strides_of_gradient
 from undertow.device import device_of
 from undertow.errors import require
+from undertow.mesh.local_tensors import distributed, local_tensor, part_like, placed_like
 from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
@@ -233,6 +235,32 @@ def nested(state: Mapping[str, Any]) -> ParamState:
     for name, values in lists.items():
         found[name] = [values[place] for place in sorted(values)]
     return found
+
+
+def placed_on_mesh(
+    states: Mapping[Tensor, ParamState], cls: type[torch.optim.Optimizer]
+) -> Mapping[Tensor, ParamState]:
+    """Returns the states with DTensors, on a mesh: tensors with the elements of a parameter are
+    placed as it is."""
+    placed = dict(states)
+    for param in distributed(states):
+        local = local_tensor(param)
+        found = flattened(states[param])
+        # It is of the part of one place, and torch.distributed.checkpoint has one for all.
+        found.pop(MASTER_OF, None)
+        for key, value in found.items():
+            is_tensor = isinstance(value, Tensor)
+            if is_tensor and not is_of_the_whole(key, value, local, cls):
+                found[key] = placed_like(param, value)
+        placed[param] = nested(found)
+    return placed
+
+
+def on_this_rank(param: Tensor, state: Mapping[str, Any]) -> ParamState:
+    """Returns a loaded state with this rank's part of each DTensor."""
+    if not distributed([param]):
+        return dict(state)
+    return nested({key: part_like(param, value) for key, value in flattened(state).items()})
 
 
 def _gather_parts(

@@ -1,12 +1,8 @@
-"""The memory of one fragment, its exchange, and its outer step.
+"""One fragment: its global values, its exchange, and its outer step.
 
-    0                  narrow_numel   params_numel   numel      rows * share_numel
-    | parameters of    | smaller ones | buffers      | padding  |
-      a block or more
-
-All of it is in fp32, or in the widest dtype of its tensors. On a mesh each rank of a row exchanges
-an equal share over its column, and the row gathers the means: a link between rows carries each byte
-once. The share of a message is followed by a trailer, the facts of each replica.
+On a mesh each rank of a row exchanges an equal share of the fragment over its column, and the row
+gathers the means: a link between rows carries each byte once. The share of a message is followed by
+a trailer, the facts of each replica.
 
 A replica with a value that is not finite sends zeros for its parameters, and NaN, which no mean
 counts, for its buffers. So nothing of it reaches another replica, whatever the format.
@@ -16,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +22,7 @@ from undertow.buckets.facts import FactCodec, differing
 from undertow.buckets.fingerprints import fingerprints
 from undertow.device import Accelerator
 from undertow.errors import CheckpointError, require
-from undertow.mesh.local_tensors import local_tensor, placed_like
+from undertow.mesh.local_tensors import local_tensor
 from undertow.outer.facts import (
     MODULO,
     REPLICA_FACTS,
@@ -35,18 +31,16 @@ from undertow.outer.facts import (
     replica_facts,
     require_alike,
 )
+from undertow.outer.fragment_layout import BufferPlace, FragmentLayout
 from undertow.outer.parcels import EncodedMean, MeanInFullWidth
 from undertow.outer.replicas import Replicas
-from undertow.plan.layout import ParamSpec, equal_parts, padded_numel, slots_of
+from undertow.plan.layout import equal_parts, padded_numel
 from undertow.ranks.dither import Rounding, Turn
 from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded, Parcel
 from undertow.torch_private import private
-from undertow.wire import wire_for
 
 _CHUNK_NUMEL = 1 << 18
-
-BufferPlace = tuple[MutableMapping[str, Tensor | None], str]  # a module's table, and the name in it
 
 
 @dataclass(slots=True)
@@ -81,28 +75,10 @@ class Fragment:
         # The facts of the last exchange, if they are unread, and the end of their copy to
         # the host.
         self._said: tuple[Tensor, torch.Event | None] | None = None
-        self._tensors, self._replicas = dict(tensors), replicas
-        local = self._local()
-        num_params = sum(isinstance(tensor, Tensor) for tensor in tensors.values())
-        dtype = torch.float32
-        for tensor in local.values():
-            dtype = torch.promote_types(dtype, tensor.dtype)
-        wire = wire_for(replicas.outer.wire, str(dtype).removeprefix("torch."), dtype.itemsize)
+        self._replicas = replicas
+        self.layout = layout = FragmentLayout(tensors, wire=replicas.outer.wire)
+        dtype, wire, stop = layout.dtype, layout.wire, layout.numel
         block = 1 if wire is None else wire.block
-        # Buffers follow the parameters in full width.
-        specs = [
-            ParamSpec(name=name, shape=(tensor.numel(),), dtype="float32", itemsize=4)
-            for name, tensor in local.items()
-        ]
-        slots, narrow_numel = slots_of(specs, range(num_params), block=block)
-        places = {slot.param: slice(slot.start, slot.stop) for slot in slots}
-        stop = max([narrow_numel, *(slot.stop for slot in slots)])
-        self._params_numel = stop
-        for place in range(num_params, len(specs)):
-            places[place] = slice(stop, stop + specs[place].numel)
-            stop += specs[place].numel
-        self._places = {spec.name: places[place] for place, spec in enumerate(specs)}
-        self._stop = stop
         num_rows = 1 if replicas.row is None else replicas.row.num_ranks
         num_replicas = replicas.column.num_ranks
         self._facts = FactCodec.alone(
@@ -115,8 +91,8 @@ class Fragment:
         start = 0 if replicas.row is None else replicas.row.rank * share
         num_own = min(max(stop - start, 0), share)
         parts = equal_parts(num_replicas, share // num_replicas, stop=num_own)
-        num_narrow = min(max(narrow_numel - start, 0), num_own)
-        first_buffer = max(self._params_numel - start, 0)
+        num_narrow = min(max(layout.narrow_numel - start, 0), num_own)
+        first_buffer = max(layout.params_numel - start, 0)
         self.parcel: Parcel = MeanInFullWidth(parts, buffers=first_buffer)
         if wire is not None and num_narrow:
             is_host = replicas.column.hardware.is_host
@@ -131,14 +107,13 @@ class Fragment:
             # small, because sums round.
             wide /= 2 * num_replicas
         self._largest = {
-            name: min(wide, narrow) if place.start < narrow_numel else wide
-            for name, place in self._places.items()
-            if place.stop <= self._params_numel and place.start < place.stop
+            name: min(wide, narrow) if place.start < layout.narrow_numel else wide
+            for name, place in layout.places.items()
+            if place.stop <= layout.params_numel and place.start < place.stop
         }
-        device = next(iter(local.values())).device
-        self.values = torch.zeros(padded, dtype=dtype, device=device)  # of all replicas
+        self.values = torch.zeros(padded, dtype=dtype, device=layout.device)  # of all replicas
         self.momentum: Tensor | None = None  # [params_numel]
-        self.read(self.values)
+        layout.read(self.values)
 
     @property
     def num_bytes(self) -> int:
@@ -152,60 +127,12 @@ class Fragment:
         return self._replicas.column.hardware.is_host
 
     @property
-    def ids(self) -> set[int]:
-        """The parameters, by id."""
-        return set(map(id, self._tensors.values()))
-
-    @property
     def mean(self) -> Tensor | None:
         """The mean of the differences that has arrived and is not due yet."""
         return None if self.flight is None else self.flight.mean
 
-    def follow(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Follows parameters that have been put in the place of others of their shape.
-
-        Returns the parameters that they have replaced.
-        """
-        replaced = []
-        for name, before in self._tensors.items():
-            tensor = tensors.get(name)
-            if tensor is None or tensor is before or not isinstance(before, Tensor):
-                continue
-            if tensor.shape == before.shape:
-                self._tensors[name] = tensor
-                replaced.append(before)
-        return replaced
-
     def is_due(self, step: int) -> bool:
         return self.flight is not None and self.flight.due <= step
-
-    def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors of `flat`, which may end after the parameters, by name."""
-        return {name: view for name, (_, view) in self._views(flat).items()}
-
-    def global_copy(self, key: object) -> Tensor | None:
-        """Returns a copy of a global value in the dtype of the replica's own tensor; None if it is
-        not in this fragment. `key` is a parameter, or a buffer's place."""
-        for name, place in self._tensors.items():
-            is_same = place is key if isinstance(place, Tensor) else _are_same_place(place, key)
-            if is_same:
-                own, view = self._views(self.values)[name]
-                value = torch.empty_like(own).copy_(view)
-                whole = place if isinstance(place, Tensor) else place[0].get(place[1])
-                is_complex = whole is not None and whole.is_complex()
-                value = torch.view_as_complex(value) if is_complex else value
-                copy: Tensor = value if whole is None else placed_like(whole, value)
-                return copy
-        return None
-
-    def placed(self, flat: Tensor) -> dict[str, Tensor]:
-        """Returns copies of the tensors of `flat` by name, as DTensors on a mesh."""
-        found = {}
-        for name, view in self.named(flat).items():
-            place = self._tensors[name]
-            copy = view.clone()
-            found[name] = placed_like(place, copy) if isinstance(place, Tensor) else copy
-        return found
 
     def take(
         self,
@@ -215,53 +142,14 @@ class Fragment:
         due: int | None,
     ) -> None:
         """Takes over values by name, and an exchange that has arrived and is due after a step."""
-        _fill(self.named(self.values), values)
-        names = [name for name, tensor in self._tensors.items() if isinstance(tensor, Tensor)]
+        _fill(self.layout.named(self.values), values)
+        names = [name for name, tensor in self.layout.tensors.items() if isinstance(tensor, Tensor)]
         if momentum and names and names[0] in momentum:
-            self.momentum = torch.zeros_like(self.values[: self._params_numel])
-            _fill(self.named(self.momentum), momentum)
+            self.momentum = torch.zeros_like(self.values[: self.layout.params_numel])
+            _fill(self.layout.named(self.momentum), momentum)
         if due is not None:
             self.flight = Flight(due, torch.zeros_like(self.values))
-            _fill(self.named(self.flight.mean), mean)
-
-    def _local(self) -> dict[str, Tensor]:
-        """Returns the replica's own tensors, as real numbers."""
-        found = {}
-        for name, tensor in self._tensors.items():
-            own = tensor if isinstance(tensor, Tensor) else tensor[0].get(tensor[1])
-            if own is not None:  # a buffer that is gone
-                found[name] = _real(local_tensor(own))
-        return found
-
-    def _views(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns for each name the replica's own tensor, and its place in `flat`, which may end
-        after the parameters."""
-        return {
-            name: (tensor, flat[self._places[name]].view(tensor.shape))
-            for name, tensor in self._local().items()
-            if self._places[name].stop <= flat.numel()
-        }
-
-    def read(self, into: Tensor) -> None:
-        """Writes the replica's own tensors into `into`."""
-        for tensor, view in self._views(into).values():
-            view.copy_(tensor)
-
-    def write(self, values: Tensor, *, mix: float = 0.0) -> None:
-        """Writes `values` into the replica's parameters, which keep a share `mix` of what they had,
-        and into its buffers."""
-        for name, (tensor, view) in self._views(values).items():
-            place = self._tensors[name]
-            if mix and isinstance(place, Tensor):
-                own = tensor.to(view.dtype)
-                mixed = view * (1 - mix) + own * mix
-                view = torch.where(own.isfinite(), mixed, view)
-            if tensor.is_inference() and not isinstance(place, Tensor):
-                # A forward under inference_mode has put it there; no other code may write to it.
-                table, key = place
-                buffer = torch.empty_like(table[key])  # type: ignore[arg-type]  # it is there
-                table[key], tensor = buffer, _real(buffer)
-            tensor.copy_(view)
+            _fill(self.layout.named(self.flight.mean), mean)
 
     def start(self, step: int, *, due: int, num_forwards: int, is_stopping: bool) -> None:
         """Starts the exchange of the difference to the replica's own parameters.
@@ -274,16 +162,16 @@ class Fragment:
         numel = own.stop - own.start
         sent = self.values.new_zeros(numel + self._facts.numel)
         whole = sent[:numel] if replicas.row is None else torch.zeros_like(self.values)
-        self.read(whole)
-        for name, (tensor, view) in self._views(whole[: self._params_numel]).items():
+        self.layout.read(whole)
+        for name, (tensor, view) in self.layout.views(whole[: self.layout.params_numel]).items():
             # As the replica has got them: what its dtype rounds off has not been trained.
-            given = self.values[self._places[name]].view(view.shape).to(tensor.dtype)
+            given = self.values[self.layout.places[name]].view(view.shape).to(tensor.dtype)
             torch.sub(given, view, out=view)
         bad = self._not_finite(whole)
         replicas.agree_on(bad)
         if not column.hardware.is_host or bad:
-            whole[: self._params_numel].masked_fill_(bad > 0, 0.0)
-            whole[self._params_numel : self._stop].masked_fill_(bad > 0, torch.nan)
+            whole[: self.layout.params_numel].masked_fill_(bad > 0, 0.0)
+            whole[self.layout.params_numel : self.layout.numel].masked_fill_(bad > 0, torch.nan)
         if replicas.row is not None:
             sent[:numel].copy_(whole[own])
         facts: dict[str, float | Tensor] = {
@@ -315,7 +203,7 @@ class Fragment:
 
     def _fingerprint(self) -> Tensor:
         """Returns a fingerprint of the global parameters and the outer momentum."""
-        params = self.values[: self._params_numel]
+        params = self.values[: self.layout.params_numel]
         of_all = [params] if self.momentum is None else [params, self.momentum]
         return fingerprints(of_all, device=params.device).sum() % MODULO
 
@@ -326,20 +214,20 @@ class Fragment:
         Infinities in a buffer that have been there all along, as in an attention mask, do not
         count. whole: the differences of parameters, and the buffers.
         """
-        views = self.named(whole)
+        views = self.layout.named(whole)
         largest = private.largest_of_each([views[name] for name in self._largest])
         is_bad = {
             name: ~(value <= most)
             for (name, most), value in zip(self._largest.items(), largest, strict=True)
         }
         for name, view in views.items():
-            place = self._places[name]
-            if place.start >= self._params_numel and place.start < place.stop:
+            place = self.layout.places[name]
+            if place.start >= self.layout.params_numel and place.start < place.stop:
                 given = self.values[place].view(view.shape)
                 is_other = (view != given) & ~(view.isnan() & given.isnan())
                 is_bad[name] = (~view.isfinite() & is_other).any()
         zero = torch.zeros((), dtype=torch.bool, device=whole.device)
-        flags = torch.stack([is_bad.get(name, zero) for name in self._places])
+        flags = torch.stack([is_bad.get(name, zero) for name in self.layout.places])
         first = flags.to(torch.uint8).argmax() + 1
         return torch.where(flags.any(), first, 0)
 
@@ -384,7 +272,7 @@ class Fragment:
         numel, num_replicas = own.stop - own.start, replicas.column.num_ranks
         facts = sent[numel:]
         num_left = self._facts.of(facts, "not_finite").count_nonzero()
-        num_params = min(max(self._params_numel - own.start, 0), numel)
+        num_params = min(max(self.layout.params_numel - own.start, 0), numel)
         if not replicas.column.hardware.is_host or num_left:
             factor = num_replicas / (num_replicas - num_left).clamp_(min=1).double()
             sent[:num_params].mul_(factor)
@@ -399,14 +287,14 @@ class Fragment:
                 for work in works:
                     row.complete(work)
             facts = of_row
-        params = flight.mean[: self._params_numel]
+        params = flight.mean[: self.layout.params_numel]
         has_overflowed = torch.zeros((), dtype=torch.bool, device=params.device)
         if params.numel():
             (largest,) = private.largest_of_each([params])
             has_overflowed = ~largest.isfinite()
         if not replicas.column.hardware.is_host or has_overflowed:
             params.masked_fill_(has_overflowed, 0.0)
-        buffers = slice(self._params_numel, self._stop)
+        buffers = slice(self.layout.params_numel, self.layout.numel)
         of_none = flight.mean[buffers].isnan()
         flight.mean[buffers].copy_(torch.where(of_none, self.values[buffers], flight.mean[buffers]))
         return torch.cat([facts, has_overflowed.to(facts.dtype).view(1)])
@@ -432,7 +320,7 @@ class Fragment:
             step = next(iter(of_ranks.values())).step
             where = f"exchange of fragment {self.index}, after step {step}"
             replicas.frozen.tell(replicas.all_ranks, where=where)
-        error = not_finite(of_ranks, list(self._places), fragment=self.index)
+        error = not_finite(of_ranks, list(self.layout.places), fragment=self.index)
         if error is None and values[-1]:
             error = overflowed(of_ranks, fragment=self.index)
         if error is not None:
@@ -450,12 +338,12 @@ class Fragment:
         flight, outer = self.flight, self._replicas.outer
         assert flight is not None  # the exchange is due
         self.arrive()
-        numel = self._params_numel
+        numel = self.layout.params_numel
         is_first = self.momentum is None
         if is_first and outer.momentum:
             self.momentum = flight.mean[:numel].clone()
         is_host = self._replicas.column.hardware.is_host
-        for place in self._places.values():
+        for place in self.layout.places.values():
             # A parameter that no replica has moved is frozen, and stays where it is.
             if self.momentum is not None and place.stop <= numel:
                 has_moved = flight.mean[place].any()
@@ -476,7 +364,7 @@ class Fragment:
                     update = (update * outer.momentum).add_(difference)
             self.values[chunk].sub_(update * outer.lr)
         self.values[numel:].copy_(flight.mean[numel:])
-        self.write(self.values, mix=outer.mix)
+        self.layout.write(self.values, mix=outer.mix)
         self.flight = None
         self.has_stepped = True
 
@@ -493,13 +381,3 @@ def _fill(views: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         )
         assert value is not None
         view.copy_(value.view(view.shape))
-
-
-def _are_same_place(place: BufferPlace, key: object) -> bool:
-    table, name = place
-    return isinstance(key, tuple) and key[0] is table and key[1] == name
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Returns a view of the values, as real numbers."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

@@ -11,7 +11,8 @@ from torch import Tensor
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import ParamHooks
 from undertow.errors import CheckpointError, PhaseError, require
-from undertow.outer.fragment import BufferPlace, Fragment
+from undertow.outer.fragment import Fragment
+from undertow.outer.fragment_layout import BufferPlace
 from undertow.outer.replicas import Replicas
 from undertow.plan.fragments import Turns, layer_of, layers_of, starts_after
 
@@ -44,7 +45,7 @@ class Fragments:
     @property
     def ids(self) -> set[int]:
         """The parameters that are in a fragment, by id."""
-        return {key for fragment in self._all for key in fragment.ids}
+        return {key for fragment in self._all for key in fragment.layout.ids}
 
     def in_turns(self, turns: Turns) -> Fragments:
         """Returns fragments that take other turns, with the same global parameters.
@@ -90,7 +91,7 @@ class Fragments:
 
     def follow(self, present: Mapping[str, Tensor]) -> list[Tensor]:
         """Follows parameters that a load has put in the place of others, which it returns."""
-        return [param for fragment in self._all for param in fragment.follow(present)]
+        return [param for fragment in self._all for param in fragment.layout.follow(present)]
 
     @property
     def have_stepped(self) -> bool:
@@ -99,7 +100,7 @@ class Fragments:
 
     def global_copy(self, key: object) -> Tensor | None:
         """Returns a copy of the global value of a parameter, or of the buffer at a place."""
-        copies = (fragment.global_copy(key) for fragment in self._all)
+        copies = (fragment.layout.copy_of(key, fragment.values) for fragment in self._all)
         return next((copy for copy in copies if copy is not None), None)
 
     # The replica's own tensors.
@@ -108,13 +109,13 @@ class Fragments:
         """Returns a copy of the replica's own tensors."""
         found = [torch.zeros_like(fragment.values) for fragment in self._all]
         for fragment, values in zip(self._all, found, strict=True):
-            fragment.read(values)
+            fragment.layout.read(values)
         return found
 
     def write(self, values: list[Tensor]) -> None:
         """Writes such a copy, or global values, into the model."""
         for fragment, of_fragment in zip(self._all, values, strict=True):
-            fragment.write(of_fragment)
+            fragment.layout.write(of_fragment)
 
     # The state.
 
@@ -156,7 +157,7 @@ class Fragments:
         for fragment in self._all:
             flat = flat_of(fragment)
             if flat is not None:
-                found |= fragment.placed(flat)
+                found |= fragment.layout.placed(flat)
         return found
 
 

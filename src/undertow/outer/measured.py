@@ -96,7 +96,7 @@ def measured_turns(replicas: Replicas, whole: Fragment, *, step_us: float) -> tu
     `whole` is the model as one fragment. Nothing is measured if torch is to be deterministic.
     """
     sizes: Counter[str] = Counter()
-    for name, view in whole.named(whole.values).items():
+    for name, view in whole.layout.named(whole.values).items():
         sizes[layer_of(name)] += view.numel()
     # It may have been switched on after the ranks have met, and first on one of them.
     is_mine = torch.are_deterministic_algorithms_enabled()

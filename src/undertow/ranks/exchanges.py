@@ -13,6 +13,7 @@ Reasons: docs/design/exchanges.md.
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,18 +21,14 @@ from torch import Tensor
 from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.plan.layout import equal_parts
-from undertow.ranks.carriers import (
-    BackendCollectives,
-    Carrier,
-    Gathering,
-    PostedMessages,
-    Recut,
-    Room,
-    Wait,
-)
+from undertow.ranks.backend_collectives import BackendCollectives
 from undertow.ranks.handle import Handle, Task
+from undertow.ranks.messages import Borrowed, Gathering, Recut, Wait
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
+from undertow.ranks.posted_messages import PostedMessages
 from undertow.ranks.transport import OwnGroup
+
+Carrier: TypeAlias = PostedMessages | BackendCollectives
 
 _GATHER_TAG = 1 << 24  # ranks may start gathers in different orders: a number identifies each
 _NUM_EXCHANGES = 1 << 16  # far more than may be in flight
@@ -200,8 +197,8 @@ class Exchanges:
     ) -> Wait:
         """Sends each rank its part of `values`, whose means come back to `into`."""
         carrier, rank = self.carrier, self.group.rank
-        room = Room(carrier)
-        messages = parcel.messages(values, room.take)
+        borrowed = Borrowed(carrier.take)
+        messages = parcel.messages(values, borrowed.take)
         sizes = [message.numel() for message in messages]
         # Before the exchange: the side stream waits for it, and so for the stream that makes this
         # memory. A peer returns the mean of a part only after it has received the part, so the
@@ -231,7 +228,7 @@ class Exchanges:
                 carrier.finish_sum(trailer, flags)
             parcel.open(means.messages, into)
             carrier.give_back(means.held)
-            room.give_back()
+            carrier.give_back(borrowed.tensors)
 
         return Wait([*first, *summands.works], add_up, is_last=False)
 

@@ -29,8 +29,9 @@ from undertow.ranks import faults, patience
 from undertow.ranks.faults import Activity
 from undertow.ranks.handshake import connect_ring
 from undertow.ranks.meeting import meeting_of
+from undertow.ranks.null_watch import Interruptible, NullWatch
 from undertow.ranks.threads import end_workers
-from undertow.ranks.watch import Interruptible, NullWatch, Ring, Watch
+from undertow.ranks.watch import Ring, Watch
 from undertow.torch_private import private
 
 _log = logging.getLogger("undertow")

@@ -29,8 +29,8 @@ from undertow.ranks.faults import Activity, raised
 from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
 from undertow.ranks.guard import meet, over_users, watch_over
 from undertow.ranks.handle import Handle, ThreadWork, Work
+from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.threads import Worker
-from undertow.ranks.watch import NullWatch
 from undertow.torch_private import private
 
 _CLOSED = NullWatch()  # of groups that are closed

@@ -1,8 +1,9 @@
 """A rank's watch over the other ranks of a model: it knows which are alive, and which wait.
 
-    NullWatch   knows nothing: of one rank alone, or where ranks cannot connect
-    Watch       the ranks of one model: the wait of this rank, and the reason why it cannot continue
-    Ring        the ranks of a process group: messages of its models beside the collectives
+    Watch   the ranks of one model: the wait of this rank, and the reason why it cannot continue
+    Ring    the ranks of a process group: messages of its models beside the collectives
+
+If ranks cannot connect, or there is only one, a `NullWatch` takes its place (`null_watch`).
 
         rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        a TCP connection each; two ranks have one
 
@@ -38,7 +39,6 @@ Reasons: docs/design/lost-ranks.md.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -50,7 +50,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from reprlib import repr as brief
-from typing import Any, Protocol
+from typing import Any
 
 from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
@@ -60,6 +60,7 @@ from undertow.ranks.answers import Answer, Call
 from undertow.ranks.connections import SILENCE_S, Connection
 from undertow.ranks.faults import Activity, Fault
 from undertow.ranks.inquiry import DIRECTED, Inquiry
+from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.threads import WorkerThread
 
 Message = dict[str, Any]
@@ -80,48 +81,6 @@ _OF_TRANSPORTS = re.compile(
     r"out|socket|gloo|nccl|peer|abort",
     re.IGNORECASE,
 )
-
-
-class Interruptible(Protocol):
-    """A group over which this rank may wait: `OwnGroup`, or a group of the user's."""
-
-    def interrupt(self) -> None:
-        """Ends every wait for them."""
-
-
-class NullWatch:
-    """The watch of a rank that has no other ranks, or is connected to none."""
-
-    fault: Fault | None = None  # why no collective can succeed
-    here: Activity | None = None  # of this rank, if others may ask for it
-
-    def __init__(self) -> None:
-        self.groups: list[weakref.ref[Interruptible]] = []  # that this rank may wait for
-
-    def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Context for a wait for other ranks; an error inside it is replaced by its reason if that
-        is known.
-
-        `name` names the wait in reports. Without one, the wait may take any time. Worker threads
-        have none, because a rank reports one wait at a time, the training thread's.
-        """
-        return contextlib.nullcontext()
-
-    def check(self) -> None:
-        """Raises if a rank is gone or has failed."""
-
-    def fail(self, reason: Fault | BaseException) -> None:
-        """Makes all ranks give up, because of a fault or an error of this rank. Raises the reason
-        of the error if it is known.
-        """
-
-    def ask(self, text: str, of: Sequence[int] = ()) -> dict[int, str]:
-        """Tells all ranks a text, and returns the texts of the ranks `of`, by default all, that
-        call this for the same ranks within a second."""
-        return {}
-
-    def leave(self, error: BaseException | None) -> None:
-        """Leaves the model; with an error, tells the ranks that wait for this one."""
 
 
 class Ring:

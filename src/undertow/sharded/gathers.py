@@ -284,7 +284,7 @@ class Gathers:
             error=PhaseError,
         )
         require(
-            not isinstance(threading.current_thread(), WorkerThread),
+            threading.get_ident() not in WorkerThread.idents,
             "a thread that gathers parameters reads one of them: it would wait for itself.",
             where=f"rank {self._exchanges.group.rank}, perhaps in a `__del__` that runs there",
             remedy="Read no parameters in `__del__`, or call model.wait() after each step.",

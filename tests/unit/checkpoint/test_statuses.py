@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from undertow.checkpoint.files import Statuses
+from undertow.checkpoint.statuses import Statuses
 
 
 def test_a_folder_that_has_just_been_renamed_has_no_files_and_no_errors(tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ from support.sharded import chain
 from undertow.config import SyncConfig
 from undertow.device import MAKERS, Accelerator
 from undertow.plan.layout import equal_parts
-from undertow.ranks import carriers
-from undertow.ranks.carriers import BackendCollectives, PostedMessages
+from undertow.ranks import posted_messages
+from undertow.ranks.backend_collectives import BackendCollectives
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import GroupRef
 from undertow.ranks.handle import Handle, ThreadWork
 from undertow.ranks.parcels import Encoded, FullWidth
+from undertow.ranks.posted_messages import PostedMessages
 from undertow.ranks.transport import OwnGroup
 from undertow.wire import WIRES
 
@@ -425,7 +426,7 @@ def test_a_trailer_is_summed_up_whole_or_in_parts(wire: str | None, most_sent_wh
     """Several exchanges are in flight, of both kinds and with trailers of several sizes."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     started = []
-    with mock.patch.object(carriers, "_MOST_SENT_WHOLE", most_sent_whole), exchanging("posted") as exchanges:
+    with mock.patch.object(posted_messages, "_MOST_SENT_WHOLE", most_sent_whole), exchanging("posted") as exchanges:
         for index, num_flags in enumerate([1, 5, 60, 1000, 60, 5] * 2):
             numel = num_ranks * 512
             given = [noise(numel, step=index, rank=peer) for peer in range(num_ranks)]

@@ -19,7 +19,7 @@ from undertow.errors import RankLost, StallTimeout
 from undertow.ranks import handshake, meeting
 from undertow.ranks.handshake import connect_ring
 from undertow.ranks.meeting import meeting_of
-from undertow.ranks.watch import NullWatch
+from undertow.ranks.null_watch import NullWatch
 from undertow.torch_private import private
 
 

@@ -14,8 +14,8 @@ from support.levels import some
 from support.unconnected import Network, Unconnected
 from undertow.plan.facts import trailer_at
 from undertow.plan.layout import equal_parts, round_up
-from undertow.ranks.carriers import PostedMessages
 from undertow.ranks.parcels import ALIGN_BYTES, Encoded
+from undertow.ranks.posted_messages import PostedMessages
 from undertow.wire import WIRES, BlockInt8
 
 BLOCK = 512

@@ -19,8 +19,9 @@ from undertow.buckets import comm_hook
 from undertow.ranks import faults, patience
 from undertow.ranks.connections import Connection
 from undertow.ranks.guard import Guard
+from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.threads import Worker, end_workers
-from undertow.ranks.watch import NullWatch, Ring, Watch
+from undertow.ranks.watch import Ring, Watch
 
 WORLD = dist.HashStore()  # a ring ends with it
 HERE = Mock(is_left=False)  # the ranks of a group

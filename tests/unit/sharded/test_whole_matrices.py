@@ -13,9 +13,9 @@ from support.models import noise
 from support.sharded import chain
 from support.unconnected import Advanced, Network, advance
 from undertow.plan import Bucket, ParamSpec, plan_from_groups
-from undertow.ranks.carriers import PostedMessages
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.parcels import Encoded
+from undertow.ranks.posted_messages import PostedMessages
 from undertow.sharded.groups import ShardGroups
 from undertow.wire import WIRES
 
