@@ -206,10 +206,11 @@ def agreed(error: UndertowError) -> Fault:
     return Fault(type(error), what, remedy, told="\n  ".join(told))
 
 
-def lost(rank: int) -> Fault:
+def lost(rank: int, host: str = "") -> Fault:
+    """The connection to a rank has ended; `host` is its machine, if ranks are on several."""
     return Fault(
         RankLost,
-        f"rank {rank} is gone: its process exited or was killed without reporting an error.",
+        f"{_at(rank, host)} is gone: its process exited or was killed without reporting an error.",
         "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), "
         "and restart from a checkpoint.",
         rank=rank,
@@ -226,11 +227,15 @@ def ended_by(rank: int, signal_name: str) -> Fault:
     )
 
 
-def silent(rank: int, silence_s: float) -> Fault:
+def _at(rank: int, host: str) -> str:
+    return f"rank {rank} (host {host})" if host else f"rank {rank}"
+
+
+def silent(rank: int, silence_s: float, host: str = "") -> Fault:
     """The machine of a rank does not answer the kernel of this one, which a paused process does."""
     return Fault(
         RankLost,
-        f"rank {rank} is gone: its machine has not answered for {silence_s:.0f} s.",
+        f"{_at(rank, host)} is gone: its machine has not answered for {silence_s:.0f} s.",
         "The step is incomplete on every rank. Find out if the machine or its network is down, and "
         "restart from a checkpoint.",
         rank=rank,
