@@ -1,6 +1,7 @@
-"""FSDP2 on 2 x 2 ranks, with the average across replicas by Undertow."""
+"""FSDP2 on 2 x 2 ranks, and with tensor parallelism on 2 x 2 x 2, with the average across replicas by Undertow."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from support.errors import text_of
 from support.inside import bytes_given_to_gloo
@@ -104,6 +106,47 @@ def test_int8_sends_a_quarter_of_the_bytes_and_replicas_stay_alike() -> None:
             assert torch.equal(first, param), f"{name} differs between replicas"
             # Four steps of AdamW, each of at most lr = 0.01 in either direction.
             assert (param - wanted).abs().max() <= 2 * 4 * 0.0101, name
+
+
+def cut_and_sharded(mesh: DeviceMesh) -> Net:
+    """Cut by tensor parallelism, then sharded."""
+    torch.manual_seed(0)
+    net = Net()
+    parallelize_module(net, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    for part in (net.first, net.second, net):
+        fully_shard(part, mesh=mesh[NAMES])
+    return net
+
+
+@pytest.mark.slow
+@in_ranks(8, is_fresh=True, timeout_s=240.0)
+def test_shards_may_be_cut_by_tensor_parallelism() -> None:
+    mesh = kept_mesh(2, 2, 2, names=(*NAMES, "tp"))
+    reference = cut_and_sharded(mesh)
+    place = mesh[NAMES].get_coordinate()
+    assert place is not None
+
+    def train(net: nn.Module) -> None:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for step in range(4):
+            random = torch.Generator().manual_seed(100 * step + 10 * place[0] + place[1])  # one batch for all of "tp"
+            net(torch.randn(4, WIDTH, generator=random)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # torch's, of every such model
+        train(reference)
+        for wire in (None, "int8"):
+            net = cut_and_sharded(mesh)
+            axis = outer_axis(net, wire=wire)
+            train(net)
+            axis.close()
+            for (name, param, _), (_, wanted, _) in zip(parts(net), parts(reference), strict=True):
+                assert torch.equal(param, wanted) == (wire is None), name
+                first = param.clone()
+                dist.broadcast(first, group=mesh.get_group("dp_replicate"), group_src=0)
+                assert torch.equal(first, param), f"{name} differs between replicas"
 
 
 def alone(steps: int, mesh: DeviceMesh, every: int) -> Net:

@@ -24,16 +24,17 @@ from support.processes import Ended, Rank, run_ranks
 from undertow import DistributedDataParallel, SyncConfig
 
 pytestmark = [pytest.mark.usefixtures("needs_namespaces"), pytest.mark.root, pytest.mark.waits]
-NUM_RANKS = 3
+FEW, MANY = 3, 8
 PATIENCE_S = 240.0
 TIMEOUT_S = 3.0
 
 
 def trains(network: Network, here: Path, timeout_s: float, rank: Rank) -> None:
+    num_ranks = len(network.namespaces)
     enter(network.namespaces[rank.number])
     os.environ["GLOO_SOCKET_IFNAME"] = network.interface
-    store = dist.FileStore(str(here / "meeting-point"), NUM_RANKS)  # the harness has its own beyond the namespaces
-    dist.init_process_group("gloo", store=store, rank=rank.number, world_size=NUM_RANKS)
+    store = dist.FileStore(str(here / "meeting-point"), num_ranks)  # the harness has its own beyond the namespaces
+    dist.init_process_group("gloo", store=store, rank=rank.number, world_size=num_ranks)
     model = DistributedDataParallel(nn.Linear(700, 700), config=SyncConfig(stall_timeout_s=timeout_s))
     step = 0
     while True:
@@ -51,18 +52,18 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    yield from started(tmp_path, TIMEOUT_S)
+    yield from started(tmp_path, FEW, TIMEOUT_S)
 
 
 @pytest.fixture
 def patient_job(tmp_path: Path) -> Iterator[Job]:
-    yield from started(tmp_path, PATIENCE_S)
+    yield from started(tmp_path, MANY, PATIENCE_S)
 
 
-def started(tmp_path: Path, timeout_s: float) -> Iterator[Job]:
-    paths = [tmp_path / f"rank-{rank}" for rank in range(NUM_RANKS)]
-    with shaped_network("1gbit", NUM_RANKS) as network, ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(run_ranks, partial(trains, network, tmp_path, timeout_s), NUM_RANKS, patience_s=PATIENCE_S)
+def started(tmp_path: Path, num_ranks: int, timeout_s: float) -> Iterator[Job]:
+    paths = [tmp_path / f"rank-{rank}" for rank in range(num_ranks)]
+    with shaped_network("1gbit", num_ranks) as network, ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(run_ranks, partial(trains, network, tmp_path, timeout_s), num_ranks, patience_s=PATIENCE_S)
         try:
             until_s = time.monotonic() + PATIENCE_S
             while not all(path.exists() for path in paths):
@@ -98,7 +99,7 @@ def test_a_machine_that_is_out_of_reach_is_named(patient_job: Job, record: Recor
     subprocess.run(["ip", "-n", patient_job.network.namespaces[2], "link", "set", "eth0", "down"], check=True)
     for number, rank in enumerate(patient_job.ended.result()):
         assert rank.kind == "RankLost", rank.log
-        named = "[01]" if number == 2 else "2"
+        named = "[13]" if number == 2 else "2"  # those beside it in the ring
         assert re.match(rf"rank {named} is gone: its machine has not answered for 10 s\.\n", rank.text), rank.text
         rank.words["seconds"] = rank.words["at"] - cut_s
         assert rank.seconds < 10.0 + WITHIN_S
