@@ -8,8 +8,8 @@ Run with:
 torchrun starts all ranks again, and they continue from the last checkpoint. The others' errors name
 the killed rank if torchrun does not end them first: with --monitor-interval=3 it looks every three
 seconds, by default ten times a second. Interrupt it and start it with --nproc-per-node=3, and three
-ranks train the rest. After SIGTERM, as a scheduler sends it, the ranks save and leave after the same
-step.
+ranks train the rest. After SIGTERM, as a scheduler sends it, the ranks save and leave after the
+same step.
 """
 
 import argparse
@@ -78,7 +78,8 @@ def train(options: argparse.Namespace) -> None:
                 flush=True,
             )
 
-    while position < len(order):
+    is_stopping = False
+    while position < len(order) and not is_stopping:
         step = position // options.batch + 1
         batch = order[position : position + options.batch]  # of all ranks, for any number of them
         mine = batch[rank::num_ranks]
@@ -104,13 +105,8 @@ def train(options: argparse.Namespace) -> None:
                 optimizer,
                 extra={"position": position, "schedule": schedule.state_dict()},
             )
-        if rank == 0 and step % 10 == 0:
-            print(
-                f"step {step:3d}  samples {position:5d}  loss {losses.mean().item():.4f}",
-                flush=True,
-            )
-        if is_stopping:
-            break
+        if step % 10 == 0:
+            show(rank, step=step, position=position, losses=losses)
 
     if rank == 0:
         print(f"trained on {position} samples", flush=True)
@@ -125,6 +121,12 @@ def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
     """One for each sample."""
     errors: Tensor = model(inputs) - inputs[:, :4].sum(dim=1, keepdim=True)
     return errors.square().flatten()
+
+
+def show(rank: int, *, step: int, position: int, losses: Tensor) -> None:
+    if rank == 0:
+        loss = losses.mean().item()
+        print(f"step {step:3d}  samples {position:5d}  loss {loss:.4f}", flush=True)
 
 
 def kill_if_asked(options: argparse.Namespace, *, rank: int, step: int) -> None:

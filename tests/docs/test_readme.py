@@ -37,9 +37,20 @@ from undertow import (
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 # The figures of the quickstart's example.
 SHOWN = {
-    **{"num_steps": 63, "step": 151, "step_p50_ms": 101.2, "step_p95_ms": 162.0, "step_ms": 100.5, "forward_ms": 29.4},
-    **{"backward_ms": 60.5, "exposed_ms": 5.6, "late_rank_ms": 0.0, "rest_ms": 5.0, "communication_ms": 11.5},
-    **{"overlap": 0.51, "synchronized_ms": 96.1, "limit_ms": 95.8},
+    "num_steps": 63,
+    "step": 151,
+    "step_p50_ms": 101.2,
+    "step_p95_ms": 162.0,
+    "step_ms": 100.5,
+    "forward_ms": 29.4,
+    "backward_ms": 60.5,
+    "exposed_ms": 5.6,
+    "late_rank_ms": 0.0,
+    "rest_ms": 5.0,
+    "communication_ms": 11.5,
+    "overlap": 0.51,
+    "synchronized_ms": 96.1,
+    "limit_ms": 95.8,
 }
 SNIPPETS = list(snippets(ROOT / "README.md"))
 PYTHON = [snippet for snippet in SNIPPETS if snippet.language == "python"]

@@ -293,7 +293,7 @@ def test_a_lost_rank_leaves_the_files_of_the_others_and_is_named(lost: int, tmp_
 
 def test_a_signal_waits_for_the_end_of_a_model_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
-    monkeypatch.setattr(killed, "_die", order.append)
+    monkeypatch.setattr(killed, "die", order.append)
     before, it = signal.getsignal(signal.SIGTERM), killed.Killed()
     try:
         signal.signal(signal.SIGTERM, it)
@@ -313,7 +313,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
 @pytest.mark.slow
 def test_a_program_that_handles_the_signal_ends_as_it_likes(tmp_path: Path) -> None:
-    code, said, files = ended(tmp_path, sent=signal.SIGTERM, before=STOPS)
+    _, said, files = ended(tmp_path, sent=signal.SIGTERM, before=STOPS)
     assert (said.count("undertow run: SIGTERM"), len(files)) == (0, 6), said
 
 

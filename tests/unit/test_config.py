@@ -251,7 +251,11 @@ def test_a_plan_that_no_file_holds_is_told_why(plan: str, reason: str) -> None:
                     "Did you mean 'ddp'? Choose one of: None, 'ddp', 'zero1', 'zero2', 'hybrid'.",
                 ),
                 (lambda: SyncConfig(wire="fp4"), "wire cannot be 'fp4'.", ANY_WIRE),
-                (lambda: SyncConfig(param_wire="float16"), "param_wire cannot be 'float16'.", f"Did you mean 'bfloat16'? {ANY_PARAM_WIRE}"),
+                (
+                    lambda: SyncConfig(param_wire="float16"),
+                    "param_wire cannot be 'float16'.",
+                    f"Did you mean 'bfloat16'? {ANY_PARAM_WIRE}",
+                ),
                 (lambda: SyncConfig(wire_dtype="bfloat16"), "setting 'wire_dtype' does not exist.", 'Write wire="bfloat16".'),
                 (
                     lambda: SyncConfig(wire=(None, "int8")),
@@ -301,7 +305,10 @@ OUTER: dict[str, tuple[dict[str, Any], str]] = {
         "  An exchange of a fragment ends before its next one begins: give a smaller delay.",
     ),
     "mix": ({"every": 2, "mix": 1.0}, "mix must be from 0 to less than 1, got 1.0.\n  Outer\n  Write mix=0.0."),
-    "wire": ({"every": 2, "wire": "int4"}, "wire cannot be 'int4'.\n  Outer\n  Did you mean 'int8'? " + ANY_WIRE.replace(", 'auto'", "")),
+    "wire": (
+        {"every": 2, "wire": "int4"},
+        "wire cannot be 'int4'.\n  Outer\n  Did you mean 'int8'? " + ANY_WIRE.replace(", 'auto'", ""),
+    ),
     "name": ({"every": 2, "fragment": 3}, "setting 'fragment' does not exist.\n  Outer\n  Did you mean 'fragments'?"),
 }
 

@@ -290,8 +290,8 @@ def folder_for_loading(path: Path) -> Path:
         raise CheckpointError(
             "no checkpoint was found.",
             where=str(path.absolute()),
-            remedy="Look for it in another place; every rank must see it. A script that also starts "
-            "without one asks has_checkpoint(path) first.",
+            remedy="Look for it in another place; every rank must see it. "
+            "A script that also starts without one asks has_checkpoint(path) first.",
         )
     return found
 

@@ -301,8 +301,8 @@ def _network(report: StepReport) -> str:
         if not _has_costly_bytes(report):
             return (
                 "Messages are the limit, not bytes: communication of gradients takes "
-                f"{reduced_ms:.1f} ms, longer than the {report.backward_ms:.1f} ms of backward, and "
-                f"the bytes of this step take at most {report.bytes_ms:.1f} ms of it: "
+                f"{reduced_ms:.1f} ms, longer than the {report.backward_ms:.1f} ms of backward, "
+                f"and the bytes of this step take at most {report.bytes_ms:.1f} ms of it: "
                 f"{_COMPUTE_MORE}."
             )
         return (

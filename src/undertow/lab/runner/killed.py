@@ -65,20 +65,20 @@ class Killed:
         finally:
             self._is_writing = False
         if self._due is not None:
-            self._write_and_die(self._due)
+            self._write_and_end(self._due)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._process != os.getpid():
-            _die(number)
+            die(number)
             return
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
         self.name = signal.Signals(number).name
         if self._is_writing:
             self._due = number
         else:
-            self._write_and_die(number)
+            self._write_and_end(number)
 
-    def _write_and_die(self, number: int) -> None:
+    def _write_and_end(self, number: int) -> None:
         self._due = None
         # In a thread, because the interrupted one may hold a lock that is needed.
         writer = threading.Thread(target=self._write, name="undertow-ends", daemon=True)
@@ -87,7 +87,7 @@ class Killed:
             writer.join(_LIMIT_S)
         except RuntimeError:  # the interpreter is about to end, and starts no thread
             self._write()
-        _die(number)
+        die(number)
 
     def _write(self) -> None:
         # The others are told first: they may wait for this rank, and have files to write too.
@@ -99,7 +99,8 @@ class Killed:
                 call()
 
 
-def _die(number: int) -> None:
+def die(number: int) -> None:
+    """Ends this process by the signal, as without a handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

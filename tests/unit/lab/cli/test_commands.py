@@ -276,7 +276,8 @@ REFUSALS = {
     "simulate measured.json --ranks 64": "the costs of 'ddp' over 64 ranks are unknown.\n",
     "simulate mesh.json --strategy zero1": "the costs of 'zero1' over 4 ranks are unknown.\n",
     "simulate small.json --link 1gbit --wire int9": (
-        "wire cannot be 'int9'.\n  SyncConfig\n  Did you mean 'int8'? Choose one of: None, 'bfloat16', 'float16', 'int8', 'auto'.\n"
+        "wire cannot be 'int9'.\n  SyncConfig\n"
+        "  Did you mean 'int8'? Choose one of: None, 'bfloat16', 'float16', 'int8', 'auto'.\n"
     ),
     "plan sharded.json --link 1gbit --param-wire int": (
         "param_wire cannot be 'int'.\n  SyncConfig\n  Did you mean 'int8'? Choose one of: None, 'bfloat16', 'int8'.\n"
