@@ -8,7 +8,8 @@ Run with:
 torchrun starts all ranks again, and they continue from the last checkpoint. The others' errors name
 the killed rank if torchrun does not end them first: with --monitor-interval=3 it looks every three
 seconds, by default ten times a second. Interrupt it and start it with --nproc-per-node=3, and three
-ranks train the rest.
+ranks train the rest. After SIGTERM, as a scheduler sends it, the ranks save and leave after the
+same step.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from undertow import (
     has_checkpoint,
     load_checkpoint,
     save_checkpoint,
+    stop_on_signal,
 )
 
 NUM_SAMPLES = 480
@@ -58,6 +60,7 @@ def train(options: argparse.Namespace) -> None:
     model = DistributedDataParallel(
         layers, config=SyncConfig(strategy="zero1", reduction="ordered")
     )
+    stop_on_signal(model)  # early: a signal before this call ends the process
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
     order = sample_order(options.epochs)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
@@ -75,7 +78,8 @@ def train(options: argparse.Namespace) -> None:
                 flush=True,
             )
 
-    while position < len(order):
+    is_stopping = False
+    while position < len(order) and not is_stopping:
         step = position // options.batch + 1
         batch = order[position : position + options.batch]  # of all ranks, for any number of them
         mine = batch[rank::num_ranks]
@@ -93,22 +97,20 @@ def train(options: argparse.Namespace) -> None:
         optimizer.step()
         schedule.step()
         position += len(batch)
-        if step % options.checkpoint_every == 0 or position == len(order):
+        is_stopping = model.stop_requested  # the same on every rank
+        if is_stopping or step % options.checkpoint_every == 0 or position == len(order):
             save_checkpoint(
                 options.checkpoint,
                 model,
                 optimizer,
                 extra={"position": position, "schedule": schedule.state_dict()},
             )
-        if rank == 0 and step % 10 == 0:
-            print(
-                f"step {step:3d}  samples {position:5d}  loss {losses.mean().item():.4f}",
-                flush=True,
-            )
+        if step % 10 == 0:
+            show(rank, step=step, position=position, losses=losses)
 
     if rank == 0:
         print(f"trained on {position} samples", flush=True)
-    if options.save_model is not None:
+    if options.save_model is not None and position == len(order):
         state = model.module.state_dict()  # every rank waits for the updates of the others
         if rank == 0:
             torch.save(state, options.save_model)
@@ -119,6 +121,12 @@ def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
     """One for each sample."""
     errors: Tensor = model(inputs) - inputs[:, :4].sum(dim=1, keepdim=True)
     return errors.square().flatten()
+
+
+def show(rank: int, *, step: int, position: int, losses: Tensor) -> None:
+    if rank == 0:
+        loss = losses.mean().item()
+        print(f"step {step:3d}  samples {position:5d}  loss {loss:.4f}", flush=True)
 
 
 def kill_if_asked(options: argparse.Namespace, *, rank: int, step: int) -> None:

@@ -164,6 +164,15 @@ def suggestion(
     )
 
 
+def one_of(value: object, choices: Iterable[object]) -> str:
+    """Returns the remedy for a value that is not one of a few: the one it resembles, and all."""
+    choices = list(choices)
+    every = f"Choose one of: {', '.join(map(repr, choices))}."
+    names = [choice for choice in choices if isinstance(choice, str)]
+    close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
+    return f"Did you mean {close[0]!r}? {every}" if close else every
+
+
 def require_known(
     names: Iterable[str],
     known: Collection[str],

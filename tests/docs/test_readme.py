@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from support.errors import in_pieces
 from support.pages import snippets
 from support.project import ROOT
 from support.ranks import in_ranks
+from support.records import record, report
 from support.sharded import hybrid
 from undertow import (
     DistributedDataParallel,
@@ -33,6 +35,23 @@ from undertow import (
 )
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+# The figures of the quickstart's example.
+SHOWN = {
+    "num_steps": 63,
+    "step": 151,
+    "step_p50_ms": 101.2,
+    "step_p95_ms": 162.0,
+    "step_ms": 100.5,
+    "forward_ms": 29.4,
+    "backward_ms": 60.5,
+    "exposed_ms": 5.6,
+    "late_rank_ms": 0.0,
+    "rest_ms": 5.0,
+    "communication_ms": 11.5,
+    "overlap": 0.51,
+    "synchronized_ms": 96.1,
+    "limit_ms": 95.8,
+}
 SNIPPETS = list(snippets(ROOT / "README.md"))
 PYTHON = [snippet for snippet in SNIPPETS if snippet.language == "python"]
 (FIRST,) = PYTHON  # test_as_printed.py runs it
@@ -407,3 +426,11 @@ def test_rows_that_have_drifted_apart_stay_so_until_rank_0_is_followed() -> None
             dist.all_gather(everywhere, ddp.module.weight.detach())
             assert len({str(weight.tolist()) for weight in everywhere}) == num_kinds
             ddp.broadcast_parameters()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_example_of_a_report_is_printed_so(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (example,) = re.findall(r"```text\n(Where a step goes.*?)```", text, re.DOTALL)
+    words = str(replace(report(record()), **SHOWN)).split()
+    assert example.split() == words[: len(example.split())]

@@ -192,7 +192,7 @@ def test_the_rows_columns_and_advice_of_the_report_are_explained_and_are_the_lib
     assert shown | {"MB", "ready", "launched", "done", "wire", "waited", "largest parameter +others"} <= explained
     assert [name for name in sorted(explained) if not any(f'"{indent}{name}"' in SOURCE for indent in ("", "  ", "    "))] == []
     quoted = re.findall(r"^> (.*)$", page, re.MULTILINE)
-    assert len(quoted) == 8
+    assert len(quoted) == 9
     assert [text for text in quoted if not all(part in SOURCE for part in text.split("..."))] == []
 
 

@@ -2,6 +2,7 @@
 whose script has an error ends with it.
 """
 
+import re
 import runpy
 import signal
 import subprocess
@@ -182,6 +183,24 @@ def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path:
     first, second = run(tmp_path, "--epochs", "1", num_ranks=2)  # so many steps may be over
     assert (first.exit_code, second.exit_code, "2 ranks continue after sample" in first.out) == (0, 0, True), first.log
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("elastic")] == ["elastic_checkpoint"]
+
+
+@pytest.mark.slow
+def test_a_job_that_a_scheduler_stops_saves_the_step_in_which_it_stops(tmp_path: Path) -> None:
+    """Without a regular checkpoint before: the position is the one at which the ranks have left."""
+    options = ("--epochs=400", "--checkpoint-every=100000", "--sample-log=2")
+    how = torchrun(EXAMPLE, *options, num_ranks=2, folder=tmp_path, interpreter=sys.executable)
+    with subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+        until_s = time.monotonic() + PATIENCE_S
+        while not has_trained(tmp_path, num_steps=12) and job.poll() is None and time.monotonic() < until_s:
+            time.sleep(0.02)
+        job.send_signal(signal.SIGTERM)
+        said, _ = job.communicate(timeout=PATIENCE_S)
+    stopped = re.search(r"trained on (\d+) samples", said)
+    assert stopped, said
+    assert max(step.number for step in steps_of(tmp_path / "2")) * BATCH == int(stopped[1])
+    first, _ = run(tmp_path, "--epochs=1", num_ranks=2)
+    assert f"2 ranks continue after sample {stopped[1]}, from elastic_checkpoint" in first.out, first.log
 
 
 @pytest.mark.slow

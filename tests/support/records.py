@@ -12,7 +12,7 @@ from undertow.trace import BucketRecord, StepRecord, StepReport, summarize
 
 
 def two_buckets() -> Plan:
-    return plan_from_groups([spec(name, 1000) for name in ("head", "body", "stem")], [(0, 1), (2,)], num_ranks=2)
+    return plan_from_groups([spec(name, 1_000_000) for name in ("head", "body", "stem")], [(0, 1), (2,)], num_ranks=2)
 
 
 def row(bucket: int, launched_us: float, done_us: float, waited: tuple[float, float], **changes: Any) -> BucketRecord:

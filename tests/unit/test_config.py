@@ -14,6 +14,8 @@ from support.strategies import spec
 from undertow.config import ExpertGroup, Outer, SyncConfig, replaced
 from undertow.plan import Plan, plan_from_groups
 
+ANY_WIRE = "Choose one of: None, 'bfloat16', 'float16', 'int8', 'auto'."
+ANY_PARAM_WIRE = "Choose one of: None, 'bfloat16', 'int8'."
 DEFAULTS = {
     "strategy": None,
     "bucket_cap_mb": None,
@@ -96,8 +98,8 @@ EXPERTS = 'SyncConfig\n  Write experts=(ExpertGroup(match="*.experts.*", process
 HERE = "SyncConfig, ExpertGroup(match='a.*')"
 DIVISOR = "Give the number of ranks whose tokens reach the experts, or leave it out for the size of the group."
 CHOICES = {
-    "strategy": (["ddp2"], "None, 'ddp', 'zero1', 'zero2', 'hybrid'"),
-    "reduce_dtype": (["float64"], "None, 'float32'"),
+    "strategy": (["horovod"], "None, 'ddp', 'zero1', 'zero2', 'hybrid'"),
+    "reduce_dtype": (["half"], "None, 'float32'"),
     "wire": ([16, True], "None, 'bfloat16', 'float16', 'int8', 'auto'"),
     "param_wire": ([8, 0.5], "None, 'bfloat16', 'int8'"),
     "order": (["random"], "'observed', 'reverse'"),
@@ -242,8 +244,18 @@ def test_a_plan_that_no_file_holds_is_told_why(plan: str, reason: str) -> None:
         *(
             pytest.param(call, f"{what}\n  SyncConfig\n  {remedy}", id=what)
             for call, what, remedy in (
-                (lambda: SyncConfig(wire="int9"), "wire cannot be 'int9'.", "Did you mean 'int8'?"),
-                (lambda: SyncConfig(param_wire="float16"), "param_wire cannot be 'float16'.", "Did you mean 'bfloat16'?"),
+                (lambda: SyncConfig(wire="int9"), "wire cannot be 'int9'.", f"Did you mean 'int8'? {ANY_WIRE}"),
+                (
+                    lambda: SyncConfig(strategy="ddp2"),
+                    "strategy cannot be 'ddp2'.",
+                    "Did you mean 'ddp'? Choose one of: None, 'ddp', 'zero1', 'zero2', 'hybrid'.",
+                ),
+                (lambda: SyncConfig(wire="fp4"), "wire cannot be 'fp4'.", ANY_WIRE),
+                (
+                    lambda: SyncConfig(param_wire="float16"),
+                    "param_wire cannot be 'float16'.",
+                    f"Did you mean 'bfloat16'? {ANY_PARAM_WIRE}",
+                ),
                 (lambda: SyncConfig(wire_dtype="bfloat16"), "setting 'wire_dtype' does not exist.", 'Write wire="bfloat16".'),
                 (
                     lambda: SyncConfig(wire=(None, "int8")),
@@ -293,7 +305,10 @@ OUTER: dict[str, tuple[dict[str, Any], str]] = {
         "  An exchange of a fragment ends before its next one begins: give a smaller delay.",
     ),
     "mix": ({"every": 2, "mix": 1.0}, "mix must be from 0 to less than 1, got 1.0.\n  Outer\n  Write mix=0.0."),
-    "wire": ({"every": 2, "wire": "int4"}, "wire cannot be 'int4'.\n  Outer\n  Did you mean 'int8'?"),
+    "wire": (
+        {"every": 2, "wire": "int4"},
+        "wire cannot be 'int4'.\n  Outer\n  Did you mean 'int8'? " + ANY_WIRE.replace(", 'auto'", ""),
+    ),
     "name": ({"every": 2, "fragment": 3}, "setting 'fragment' does not exist.\n  Outer\n  Did you mean 'fragments'?"),
 }
 

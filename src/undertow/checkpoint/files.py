@@ -199,7 +199,8 @@ def folder_for_loading(path: Path) -> Path:
         raise CheckpointError(
             "no checkpoint was found.",
             where=str(path.absolute()),
-            remedy="Look for it in another place; every rank must see it.",
+            remedy="Look for it in another place; every rank must see it. "
+            "A script that also starts without one asks has_checkpoint(path) first.",
         )
     return found
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from undertow.config.dtypes import dtype_name
 from undertow.config.known_settings import with_known_settings
-from undertow.errors import require, suggestion
+from undertow.errors import one_of, require
 from undertow.foreign import as_float
 from undertow.wire import AUTO, WIRES
 
@@ -96,7 +96,7 @@ class Outer:
             self.wire is None or self.wire in WIRES,
             f"wire cannot be {self.wire!r}.",
             where="Outer",
-            remedy=suggestion(self.wire, [*WIRES]),
+            remedy=one_of(self.wire, (None, *WIRES)),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from undertow.config.experts import ExpertGroup
 from undertow.config.known_settings import with_known_settings
 from undertow.config.outer import Outer
 from undertow.config.refusals import refused
-from undertow.errors import ConfigError, WrongType, require, suggestion
+from undertow.errors import ConfigError, WrongType, one_of, require
 from undertow.foreign import as_float
 from undertow.wire import AUTO, PARAM_WIRES, WIRES
 
@@ -316,11 +316,9 @@ def _check_choice(field: dataclasses.Field[Any], value: object) -> None:
         type(value) is type(choice) and value == choice for choice in choices
     ):
         return
-    remedy = f"Choose one of: {', '.join(map(repr, choices))}."
+    remedy = one_of(value, choices)
     if isinstance(value, tuple):
         remedy = f"Each of the two is one of: {', '.join(map(repr, (None, *WIRES)))}."
-    if field.name in ("wire", "param_wire") and isinstance(value, str):
-        remedy = suggestion(value, [choice for choice in choices if isinstance(choice, str)])
     if field.name == "strategy" and value in ("zero3", "fsdp"):
         remedy = "Use torch.distributed.fsdp.fully_shard to shard parameters."
     raise ConfigError(f"{field.name} cannot be {value!r}.", where="SyncConfig", remedy=remedy)

@@ -12,7 +12,7 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
 
-from undertow.errors import ConfigError, require, suggestion
+from undertow.errors import ConfigError, one_of, require, suggestion
 from undertow.foreign import as_float, parsed_json
 from undertow.lab.cost import COLLECTIVES, CostCurve, MeasuredCosts
 from undertow.lab.planning import StepTiming
@@ -128,8 +128,11 @@ class Profile:
         strategy_named(self.strategy)
         for name, formats in _FORMATS.items():
             value = getattr(self, name)
-            if value is not None:
-                _require_known(value, formats, f"{name} ")
+            require(
+                value is None or value in formats,
+                f"{name} {value} is unknown.",
+                remedy=one_of(value, formats),
+            )
         if self.wires is not None:
             wires_from_json([*self.wires], num_buckets=len(self.groups or ()))
         _ = self.plan  # raises ConfigError

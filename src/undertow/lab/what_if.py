@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Self
 
 from undertow.config import SyncConfig
-from undertow.errors import require, suggestion
+from undertow.errors import one_of, require
 from undertow.lab.cost import NODE_LINK, Costs, costs_for
 from undertow.lab.planning import Choice, StepModel, choose
 from undertow.lab.profile import Profile
@@ -116,7 +116,7 @@ class WhatIf:
             optimizer is None or optimizer in known,
             f"optimizer {optimizer!r} cannot be simulated.",
             where="--optimizer",
-            remedy=suggestion(optimizer, known),
+            remedy=one_of(optimizer, known),
         )
         if chosen.gather is None or optimizer in _ELEMENTWISE:
             cut = (replace(spec, is_whole=False) for spec in profile.params)

@@ -43,8 +43,9 @@ class Connection:
     The guard's thread reads.
     """
 
-    def __init__(self, link: socket.socket, rank: int) -> None:
+    def __init__(self, link: socket.socket, rank: int, host: str = "") -> None:
         self.rank = rank
+        self.host = host  # of that rank, if the ranks are on several; otherwise empty
         self._link = link
         self._sending = threading.Lock()  # never waited for
         self._unsent = bytearray()

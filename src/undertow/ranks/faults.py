@@ -77,6 +77,7 @@ class Fault:
     what: str
     remedy: str
     told: str = ""  # details from the rank that detected it, several lines
+    rank: int | None = None  # that is gone without a last message
     # when this rank learned of it
     known_s: float = field(default_factory=time.monotonic, compare=False)
 
@@ -93,13 +94,14 @@ class Fault:
             remedy=_SAME_CALLS if is_call else self.remedy,
         )
 
-    def content(self) -> dict[str, str]:
+    def content(self) -> dict[str, Any]:
         """Returns the content of a message, for `fault_from`."""
         return {
             "error": self.kind.__name__,
             "what": self.what,
             "remedy": self.remedy,
             "told": self.told,
+            "rank": self.rank,
         }
 
 
@@ -204,22 +206,39 @@ def agreed(error: UndertowError) -> Fault:
     return Fault(type(error), what, remedy, told="\n  ".join(told))
 
 
-def lost(rank: int) -> Fault:
+def lost(rank: int, host: str = "") -> Fault:
+    """The connection to a rank has ended; `host` is its machine, if ranks are on several."""
     return Fault(
         RankLost,
-        f"rank {rank} is gone: its process exited or was killed without reporting an error.",
+        f"{_at(rank, host)} is gone: its process exited or was killed without reporting an error.",
         "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), "
         "and restart from a checkpoint.",
+        rank=rank,
     )
 
 
-def silent(rank: int, silence_s: float) -> Fault:
+def ended_by(rank: int, signal_name: str) -> Fault:
+    """A signal ends the process of a rank, which tells the others in its last moment."""
+    return Fault(
+        RankLost,
+        f"rank {rank} is gone: {signal_name} ended its process.",
+        "The step is incomplete on every rank. Find out who sent the signal (the scheduler, a "
+        "launcher), and restart from a checkpoint.",
+    )
+
+
+def _at(rank: int, host: str) -> str:
+    return f"rank {rank} (host {host})" if host else f"rank {rank}"
+
+
+def silent(rank: int, silence_s: float, host: str = "") -> Fault:
     """The machine of a rank does not answer the kernel of this one, which a paused process does."""
     return Fault(
         RankLost,
-        f"rank {rank} is gone: its machine has not answered for {silence_s:.0f} s.",
+        f"{_at(rank, host)} is gone: its machine has not answered for {silence_s:.0f} s.",
         "The step is incomplete on every rank. Find out if the machine or its network is down, and "
         "restart from a checkpoint.",
+        rank=rank,
     )
 
 
@@ -326,8 +345,13 @@ def stack_lines(frames: Sequence[FrameType]) -> list[str]:
 
 def fault_from(message: Mapping[str, Any]) -> Fault:
     """Parses a fault that another rank detected; raises KeyError if it is malformed."""
+    rank = message.get("rank")
     return Fault(
-        _KINDS[message["error"]], str(message["what"]), str(message["remedy"]), str(message["told"])
+        _KINDS[message["error"]],
+        str(message["what"]),
+        str(message["remedy"]),
+        str(message["told"]),
+        None if rank is None else int(rank),
     )
 
 

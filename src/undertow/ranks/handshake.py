@@ -30,12 +30,13 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
 from undertow.ranks import patience
 from undertow.ranks.connections import Connection, host_of, own_address
-from undertow.ranks.meeting import Meeting
+from undertow.ranks.meeting import HOSTS, Meeting
 
 _BACKLOG = 128
 _MAX_UNPROVEN = 64  # connections without a token; far fewer than a process may have open
@@ -49,19 +50,23 @@ def connect_ring(meeting: Meeting) -> list[Connection]:
     Raises ConnectionError on every rank, with one reason, if some pair cannot connect.
     """
     rank = meeting.rank
-    links = dict[int, socket.socket]()
-    here = Place(rank, "", 0, secrets.token_hex())
+    links, hosts = dict[int, socket.socket](), dict[int, str]()
+    here = Place(rank, "", 0, secrets.token_hex(), socket.gethostname())
     with contextlib.ExitStack() as undo:
         try:
             listener = undo.enter_context(_listening(own_address(host_of(meeting.store))))
             address, port, *_ = listener.getsockname()
-            here = Place(rank, address, port, here.token)
+            here = Place(rank, address, port, here.token, here.host)
         except OSError as error:
             meeting.fail(f"rank {rank} cannot listen for other ranks: {error}")
-        meeting.arrive("at", json.dumps([here.address, here.port, here.token]))
+        meeting.arrive("at", json.dumps([here.address, here.port, here.token, here.host]))
         try:
             if not meeting.has_failed:
-                links = _neighbors(listener, here, meeting)
+                places = _places_of_neighbors(rank, meeting)
+                hosts = {place.rank: place.host for place in places.values()}
+                if any(host != here.host for host in hosts.values()):
+                    meeting.store.set(f"{meeting.key}/{HOSTS}", "")
+                links = _neighbors(listener, here, places, meeting)
         except OSError as error:
             meeting.fail(f"rank {rank} {error}")
         for link in links.values():
@@ -71,10 +76,21 @@ def connect_ring(meeting: Meeting) -> list[Connection]:
             raise ConnectionError(meeting.store.get(f"{meeting.key}/why").decode())
         undo.pop_all()
         listener.close()
-    return [Connection(link, other) for other, link in links.items()]
+    # Ranks on two hosts or more have neighbors somewhere that are on different ones.
+    if not meeting.store.check([f"{meeting.key}/{HOSTS}"]):
+        hosts = {}
+    return [Connection(link, other, hosts.get(other, "")) for other, link in links.items()]
 
 
-def _neighbors(listener: socket.socket, here: Place, meeting: Meeting) -> dict[int, socket.socket]:
+def _places_of_neighbors(rank: int, meeting: Meeting) -> dict[int, Place]:
+    """Returns where the next rank and the one before listen, by rank."""
+    others = {(rank + 1) % meeting.num_ranks, (rank - 1) % meeting.num_ranks}
+    return {other: Place(other, *json.loads(meeting.told_by(other, "at"))) for other in others}
+
+
+def _neighbors(
+    listener: socket.socket, here: Place, places: Mapping[int, Place], meeting: Meeting
+) -> dict[int, socket.socket]:
     """Returns the connections to the next rank and to the one before, by rank.
 
     Returns none if another rank has failed by then. Raises OSError if a neighbor is not connected
@@ -85,7 +101,7 @@ def _neighbors(listener: socket.socket, here: Place, meeting: Meeting) -> dict[i
     after, before = (here.rank + 1) % meeting.num_ranks, (here.rank - 1) % meeting.num_ranks
     with contextlib.closing(Handshake(here, before)) as handshake:
         if not are_two or here.rank == 0:
-            handshake.connect(Place(after, *json.loads(meeting.told_by(after, "at"))))
+            handshake.connect(places[after])
         if not are_two or here.rank == 1:
             handshake.accept(listener)
         until_s = time.monotonic() + patience.CONNECT_S
@@ -105,6 +121,7 @@ class Place:
     address: str
     port: int
     token: str
+    host: str = ""  # the name of its machine
 
     def __str__(self) -> str:
         return f"rank {self.rank} at {self.address} port {self.port}"

@@ -46,6 +46,7 @@ _MOST_PAUSE_S = 2.0
 _PAUSES_S = (0.005, 0.05)  # most ranks arrive so soon: they need no thread
 # Of one request by the thread, which then looks if the rank still waits: `Lateness` decides that.
 _REQUEST_S = 60.0
+HOSTS = "hosts"  # the end of the key that tells that these ranks are on several hosts
 _ALL = "all"  # the end of the key that tells that all have arrived at a place, or one has given up
 
 
@@ -281,7 +282,7 @@ class Meeting:
         if self.rank == 0:
             places = [f"{before}/{name}" for name in ("at", "through", "group")]
             keys += [*places, *(f"{place}/{_ALL}" for place in places)]
-            keys += [f"{before}/{name}" for name in ("over", "why")]
+            keys += [f"{before}/{name}" for name in ("over", "why", HOSTS)]
         with contextlib.suppress(RuntimeError):  # some stores cannot
             for key in keys:
                 self.store.delete_key(key)

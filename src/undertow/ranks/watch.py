@@ -160,9 +160,9 @@ class Ring:
                 return
             self.neighbors.remove(source)
         if source.rank not in self.left and self.fault is None:
-            lost = faults.lost(source.rank)
+            lost = faults.lost(source.rank, source.host)
             if source.is_silent:
-                lost = faults.silent(source.rank, SILENCE_S)
+                lost = faults.silent(source.rank, SILENCE_S, source.host)
             self.say("fails", **lost.content())
 
     def _receive(self, message: Message, source: Connection) -> None:

@@ -86,6 +86,7 @@ class StepReport(Shown):
     # from the start of the step until the last bucket of gradients was reduced
     synchronized_ms: float
     limit_ms: float
+    bytes_ms: float
     slowest_rank: int | None
     busy_ms: tuple[float, ...]  # by rank
     buckets: tuple[BucketReport, ...]
@@ -225,7 +226,12 @@ _LEAST_MS = 1.0
 # Of the exposed time: a cause that explains this share is the one to look at. More than a tenth of
 # a poor step is exposed, so the cause is worth more than a twentieth of the step.
 _MOST = 0.5
-_LEAST_WORTH = 0.05  # of the step: what another plan has to save before it is advised
+# Of the step: what another plan has to save, or all bytes have to take, before it is advised.
+_LEAST_WORTH = 0.05
+_COMPUTE_MORE = (
+    "let a step compute more, with larger batches or gradient accumulation "
+    "(undertow docs slow-networks)"
+)
 _LEAST_ZEROED = 0.01  # share of values, to be shown
 
 
@@ -292,17 +298,30 @@ def _network(report: StepReport) -> str:
         return ""
     reduced_ms = report.communication_ms - report.gather_ms
     if reduced_ms - report.late_rank_ms > report.backward_ms:
+        if not _has_costly_bytes(report):
+            return (
+                "Messages are the limit, not bytes: communication of gradients takes "
+                f"{reduced_ms:.1f} ms, longer than the {report.backward_ms:.1f} ms of backward, "
+                f"and the bytes of this step take at most {report.bytes_ms:.1f} ms of it: "
+                f"{_COMPUTE_MORE}."
+            )
         return (
             f"The network is the limit: communication of gradients takes {reduced_ms:.1f} ms, "
             f"longer than the {report.backward_ms:.1f} ms of backward: simulate another "
             f"link with undertow simulate, or {_fewer_bytes(report)}."
         )
     last = report.buckets[-1]
+    means = _fewer_bytes(report) if _has_costly_bytes(report) else _COMPUTE_MORE
     return (
         "Gradients leave as soon as these buckets are full, and the last of "
         f"{len(report.buckets)}, with {last.largest}, is full when backward ends: "
-        f"explain() gives the reasons for these buckets, or {_fewer_bytes(report)}."
+        f"explain() gives the reasons for these buckets, or {means}."
     )
+
+
+def _has_costly_bytes(report: StepReport) -> bool:
+    """Returns True if fewer bytes could make the step shorter by what is worth an advice."""
+    return report.bytes_ms >= max(_LEAST_MS, _LEAST_WORTH * report.step_ms)
 
 
 def _fewer_bytes(report: StepReport) -> str:

@@ -18,6 +18,8 @@ from undertow.trace.record import (
 from undertow.trace.step_report import StepReport
 
 _MS = 1e-3  # milliseconds in a microsecond
+# Of 100 Mb/s, the slowest link that the guides have settings for (docs/slow-networks.md).
+_SLOWEST_BYTES_PER_MS = 100e6 / 8 / 1e3
 
 
 def summarize(
@@ -40,14 +42,12 @@ def summarize(
         is_one_graph: True if the model is compiled as a whole.
         plan_since: The first step under this plan if earlier recorded ones ran under another.
     """
-    record, times = _typical(
-        records
-        or [
-            StepRecord(
-                step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=()
-            )
-        ]
+    none = StepRecord(
+        step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=()
     )
+    record, times, shortest_ms = _typical(records or [none])
+    buckets = _bucket_reports(plan, record.buckets)
+    gathers = _bucket_reports(plan, record.gathers)
     steps_ms = sorted(each.step_us * _MS for each in records) or [0.0]
     return StepReport(
         num_steps=len(records),
@@ -65,15 +65,17 @@ def summarize(
         overlap=record.overlap().fraction,
         slowest_rank=max(range(len(record.busy_ms)), key=record.busy_ms.__getitem__, default=None),
         busy_ms=record.busy_ms,
-        buckets=_bucket_reports(plan, record.buckets),
-        gathers=_bucket_reports(plan, record.gathers),
+        bytes_ms=min(shortest_ms, _slowest_ms((*buckets, *gathers), plan.num_ranks)),
+        buckets=buckets,
+        gathers=gathers,
         events=record.trace().events,
         **times,
     )
 
 
-def _typical(records: Sequence[StepRecord]) -> tuple[StepRecord, Mapping[str, Any]]:
-    """Returns the step whose times are nearest to the medians, and its times.
+def _typical(records: Sequence[StepRecord]) -> tuple[StepRecord, Mapping[str, Any], float]:
+    """Returns the step whose times are nearest to the medians, its times, and the shortest time of
+    communication of all steps.
 
     A step without gathers, whose optimizer's step was skipped, is not typical if others have some.
     """
@@ -84,7 +86,23 @@ def _typical(records: Sequence[StepRecord]) -> tuple[StepRecord, Mapping[str, An
         if (bool(record.buckets), bool(record.gathers)) == has_most
     ]
     medians = {name: median(of_one[name] for _, of_one in times) for name in times[0][1]}
-    return min(times, key=lambda step: sum(abs(step[1][name] - medians[name]) for name in medians))
+    record, of_record = min(
+        times, key=lambda step: sum(abs(step[1][name] - medians[name]) for name in medians)
+    )
+    return record, of_record, min(of_one["communication_ms"] for _, of_one in times)
+
+
+def _slowest_ms(messages: Sequence[BucketReport], num_ranks: int) -> float:
+    """Returns how long the bytes of these messages take on the slowest link.
+
+    Messages are few and steps have equal ones, so that a fit cannot tell bytes from latency. But a
+    link where training makes sense has a rate, and few bytes cost little at any such rate.
+    """
+    # A communication hook does not tell its bytes.
+    num_bytes = sum(message.sent_bytes or message.num_bytes for message in messages)
+    # A rank sends so many times the bytes in an all-reduce, and half of that in other collectives.
+    times_sent = 2 * (num_ranks - 1) / num_ranks
+    return times_sent * num_bytes / _SLOWEST_BYTES_PER_MS
 
 
 def _times_ms(record: StepRecord) -> dict[str, float]:

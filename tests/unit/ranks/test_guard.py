@@ -81,6 +81,39 @@ def test_a_killed_rank_is_named_on_every_other_rank(num_ranks: int) -> None:
     assert list(told_of(is_killed, num_ranks)) == [GONE] * (num_ranks - 1)
 
 
+def is_killed_on_one_of_the_hosts(hosts: Sequence[str], rank: Rank) -> list[str]:
+    with patch.object(socket, "gethostname", lambda: hosts[rank.number]):
+        return in_the_ring(is_killed, {}, rank)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "name"),
+    [
+        (("node-a", "node-b"), "rank 1 (host node-b)"),
+        # Its neighbors are on the same host, and a rank that is no neighbor is on another one.
+        (("node-a", "node-a", "node-a", "node-a", "node-b"), "rank 1 (host node-a)"),
+        (("node-a", "node-a", "node-a"), "rank 1"),
+    ],
+    ids=["two hosts", "neighbors on one of them", "one host"],
+)
+def test_a_lost_rank_is_named_with_its_host_if_there_are_several(hosts: Sequence[str], name: str) -> None:
+    ends: list[Ended] = run_ranks(partial(is_killed_on_one_of_the_hosts, hosts), len(hosts))
+    gone = ["RankLost", f"{name} is gone: its process exited or was killed without reporting an error."]
+    assert [rank.words.get("value") for rank in (*ends[:1], *ends[2:])] == [gone] * (len(hosts) - 1)
+
+
+def is_ended_by_a_signal(rank: Rank, watch: Watch) -> None:
+    GUARD.say_killed("SIGTERM")
+    assert watch.fault is None
+    is_killed(rank, watch)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_a_rank_that_a_signal_ends_tells_the_others_which(num_ranks: int) -> None:
+    gone = ["RankLost", "rank 1 is gone: SIGTERM ended its process."]
+    assert list(told_of(is_ended_by_a_signal, num_ranks)) == [gone] * (num_ranks - 1)
+
+
 def in_the_ring_with_outsiders(rank: Rank) -> list[str]:
     """As `is_killed` in the ring, where every port is visited before the ranks know of it."""
     listen = handshake._listening

@@ -96,7 +96,7 @@ def test_a_message_goes_both_ways_round_up_to_the_rank_that_has_said_it() -> Non
 
 
 def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
-    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection, rank=0, has_unsent=False, is_silent=False)
+    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection, rank=0, host="", has_unsent=False, is_silent=False)
     for has_left in (True, False):
         ring.neighbors, ring.left = [source], {0: faults.left(0, None, 7)} if has_left else {}
         ring.hear(source, [], is_connected=False)
@@ -104,7 +104,7 @@ def test_the_end_of_a_connection_is_a_lost_rank_unless_it_has_left() -> None:
 
 
 def test_a_machine_that_does_not_answer_is_a_lost_rank_with_a_reason() -> None:
-    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection, rank=0, is_silent=True)
+    ring, source = Ring([], rank=1, num_ranks=2), Mock(spec=Connection, rank=0, host="", is_silent=True)
     ring.neighbors = [source]
     ring.hear(source, [], is_connected=False)
     assert ring.fault is not None

@@ -112,7 +112,7 @@ def test_gathers_have_rows() -> None:
     assert (
         [(it.index, it.launched_ms, it.done_ms) for it in SHARDED.gathers],
         [(it.num_bytes, it.wire_ms, it.waited_ms) for it in SHARDED.gathers],
-    ) == ([(1, -10, 5), (0, -9, 10)], [(4000, 15, 5), (8000, 5, 0)])
+    ) == ([(1, -10, 5), (0, -9, 10)], [(4_000_000, 15, 5), (8_000_000, 5, 0)])
     # A step without gathers, whose optimizer's step the scaler has skipped, is not typical.
     assert [it.waited_ms for it in report(record(), record(step=1, gathers=GATHERS)).gathers] == [5, 0]
 
@@ -153,7 +153,7 @@ def test_to_dict_is_plain_enough_for_json() -> None:
 
 SIX = [record(step=step, busy_ms=(50.0, 65.0)) for step in range(6)]
 CROWDED = (row(0, 30_000, 60_000, (60_000, 60_000)), row(1, 60_000, 80_000, (60_000, 80_000)))
-EMBEDDING = plan_from_groups([spec(name, 1000) for name in ("head", "body", "wte.weight")], [(0, 1), (2,)], num_ranks=2)
+EMBEDDING = plan_from_groups([spec(name, 1_000_000) for name in ("head", "body", "wte.weight")], [(0, 1), (2,)], num_ranks=2)
 ONE_BUCKET = summarize(
     [record(step=step, buckets=(row(0, 60_000, 80_000, (60_000, 80_000)),)) for step in range(6)],
     plan_from_groups(EMBEDDING.params, [(0, 1, 2)], num_ranks=2),
@@ -310,6 +310,57 @@ def test_the_remedy_for_a_slow_network_names_settings_that_are_not_in_use(found:
     assert found.advice.endswith(f", or {remedy} (undertow docs slow-networks).")
 
 
+def sent(report: StepReport, num_bytes: int) -> StepReport:
+    """The same times, with buckets of `num_bytes` each."""
+    rows = [row(it.index, 1e3 * it.launched_ms, 1e3 * it.done_ms, (60_000, 60_000 + 1e3 * it.waited_ms)) for it in report.buckets]
+    return six(step_us=1e3 * report.step_ms, buckets=tuple(replace(it, num_bytes=num_bytes) for it in rows))
+
+
+OF_LAST = "explain() gives the reasons for these buckets, or "
+COMPUTE_MORE = "let a step compute more, with larger batches or gradient accumulation (undertow docs slow-networks)."
+
+
+@pytest.mark.parametrize(
+    ("found", "advice"),
+    [
+        (
+            sent(six(buckets=CROWDED), 1_300),
+            "Messages are the limit, not bytes: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward, "
+            f"and the bytes of this step take at most 0.2 ms of it: {COMPUTE_MORE}",
+        ),
+        (sent(six(), 1_300), OF_LAST + COMPUTE_MORE),
+        # 5 ms over 100 Mb/s: 5 % of the step of 100 ms.
+        (sent(six(), 31_249), OF_LAST + COMPUTE_MORE),
+        (sent(six(), 31_250), OF_LAST + 'set wire="int8" (or "auto") to send fewer bytes (undertow docs slow-networks).'),
+        # A tenth of a fast step is exposed, but all bytes at once have taken 4 ms in the best one.
+        (
+            report(
+                *(record(step=step) for step in range(6)),
+                record(step=6, buckets=(row(0, 56_000, 58_000, (60_000, 60_000)), row(1, 58_000, 60_000, (60_000, 60_000)))),
+            ),
+            OF_LAST + COMPUTE_MORE,
+        ),
+    ],
+    ids=["more than backward", "at its end", "just too few", "just enough", "a link that is fast"],
+)
+def test_fewer_bytes_are_advised_only_if_bytes_can_cost_a_twentieth_of_the_step(found: StepReport, advice: str) -> None:
+    assert found.advice.endswith(advice)
+
+
+def test_the_bytes_of_a_step_that_waits_less_than_a_millisecond_for_them_are_not_its_cost() -> None:
+    # 0.9 ms over 100 Mb/s is 9 % of the step of 10 ms.
+    buckets = (row(0, 1_000, 9_000, (6_000, 9_000), num_bytes=11_250),)
+    found = six(step_us=10_000, forwards=((0.0, 2_000.0),), backwards=((2_000.0, 6_000.0),), buckets=buckets)
+    assert found.bytes_ms == pytest.approx(0.9)  # a quotient
+    assert found.advice.endswith(COMPUTE_MORE)
+
+
+@pytest.mark.parametrize(("num_bytes", "bytes_ms"), [(0, 40.0), (4_000_000, 40.0), (1_250, 0.2)])
+def test_bytes_take_no_longer_than_communication_or_than_on_the_slowest_link(num_bytes: int, bytes_ms: float) -> None:
+    # A hook that does not tell its bytes has sent those of the buckets at most: 8 and 4 MB.
+    assert sent(PLAIN, num_bytes).bytes_ms == pytest.approx(bytes_ms)  # a quotient
+
+
 CODED = (
     row(0, 30_000, 50_000, (60_000, 60_000), codings=(("encode", 30_000, 34_000), ("decode", 46_000, 50_000))),
     row(1, 60_000, 80_000, (60_000, 80_000), codings=(("encode", 60_000, 70_000), ("decode", 65_000, 75_000))),
@@ -358,7 +409,7 @@ def test_scalars_are_flat_floats() -> None:
     found = report(*SIX).scalars()
     assert {type(value) for value in found.values()} == {float}
     some = ("step_ms", "exposed_ms", "overlap", "limit_ms", "slowest_rank", "late_rank_ms", "buckets", "sent_mb")
-    assert [found[f"undertow/{name}"] for name in some] == [100.0, 20.0, 0.5, 80.0, 1.0, 15.0, 2.0, 0.012]
+    assert [found[f"undertow/{name}"] for name in some] == [100.0, 20.0, 0.5, 80.0, 1.0, 15.0, 2.0, 12.0]
 
 
 def test_scalars_that_do_not_exist_are_left_out() -> None:

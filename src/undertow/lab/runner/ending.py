@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from undertow.errors import PhaseError, UndertowError
@@ -24,42 +25,56 @@ a file that rank 0 has written holds one replica. To save the global parameters,
 """
 
 
-def end(sync: GradientSync, out: str | None, number: int) -> None:
+def end(sync: GradientSync, out: str | None, number: int, *, killed_by: str = "") -> None:
     """Writes this rank's files into `out`; `number` counts the models of this process from 0.
 
-    Rank 0 prints to standard error: where the time went, the plan with its reason, how to save if
-    replicas have trained alone, and the place of the files. After an error that ended the program
-    it prints only the place, so that the error stays visible.
+    Rank 0, or rank 1 if rank 0 is lost, prints to standard error: where the time went, the plan
+    with its reason, how to save if replicas have trained alone, the lost rank or the signal
+    `killed_by` that ended the run, and the place of the files. After an error that ended the
+    program it prints only the last two, so that the error stays visible.
     """
-    if out is None and sync.rank != 0:
+    fault = sync._all_ranks.watch.fault
+    speaks = sync.rank == (1 if fault is not None and fault.rank == 0 else 0)
+    if out is None and not speaks:
         return
     report, profile = sync.report(), None
     with contextlib.suppress(PhaseError):  # too few steps
         profile = sync.profile()
     has_steps = report.num_steps > 0 or sync.outer is not None
-    if sync.rank == 0 and has_steps and not hasattr(sys, "last_value"):
+    if speaks and has_steps and not hasattr(sys, "last_value"):
         from rich.console import Console
 
         Console(stderr=True).print(report, sync.explain().in_brief, soft_wrap=True)
         if sync.outer is not None:
             print(_GLOBAL if sync.outer.saves_global else _REPLICAS, file=sys.stderr)
+    if speaks and fault is not None:
+        print(f"undertow run: {fault.what}", file=sys.stderr)
+    if speaks and killed_by:
+        print(f"undertow run: {killed_by} ended rank {sync.rank}.", file=sys.stderr)
     if out is not None:
-        _write(sync, report, profile, Path(out), number)
+        texts = _texts(sync, report, profile if speaks else None, has_plan=speaks)
+        _write(texts, Path(out), number, speaks=speaks)
 
 
-def _write(
-    sync: GradientSync, report: StepReport, profile: Profile | None, out: Path, number: int
-) -> None:
-    """Writes this rank's report and, by the first rank of the model's group, profile and plan."""
+def _texts(
+    sync: GradientSync, report: StepReport, profile: Profile | None, *, has_plan: bool
+) -> dict[str, str]:
+    """Returns the texts of this rank's files by name: its report, the plan and the profile."""
     rank = sync._all_ranks.user.ranks[sync.rank]
-    of_group = f"-rank{rank}" if rank else ""
     # Variables that are the same on all nodes of a run: reports of different ones are told apart.
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
     texts = {f"report-rank{rank}": json.dumps({"run": run, **report.to_dict()})}
-    if sync.rank == 0:
+    # One for the group, with the name that its first rank gives it.
+    first = sync._all_ranks.user.ranks[0]
+    of_group = f"-rank{first}" if first else ""
+    if has_plan:
         texts[f"plan{of_group}"] = sync.plan.to_json()
-        if profile is not None:
-            texts[f"profile{of_group}"] = profile.to_json()
+    if profile is not None:
+        texts[f"profile{of_group}"] = profile.to_json()
+    return texts
+
+
+def _write(texts: Mapping[str, str], out: Path, number: int, *, speaks: bool) -> None:
     of_model = f"-{number + 1}" if number else ""
     try:
         for name, text in texts.items():
@@ -68,6 +83,6 @@ def _write(
     except UndertowError as error:
         print(f"undertow run: {error}", file=sys.stderr)
         return
-    if sync.rank == 0:
+    if speaks:
         command = f"undertow report {shlex.quote(str(out))}"
         print(f"The files are in {out}. A page about them: {command}", file=sys.stderr)

@@ -276,8 +276,13 @@ REFUSALS = {
     ),
     "simulate measured.json --ranks 64": "the costs of 'ddp' over 64 ranks are unknown.\n",
     "simulate mesh.json --strategy zero1": "the costs of 'zero1' over 4 ranks are unknown.\n",
-    "simulate small.json --link 1gbit --wire int9": "wire cannot be 'int9'.\n  SyncConfig\n  Did you mean 'int8'?\n",
-    "plan sharded.json --link 1gbit --param-wire int": ("param_wire cannot be 'int'.\n  SyncConfig\n  Did you mean 'int8'?\n"),
+    "simulate small.json --link 1gbit --wire int9": (
+        "wire cannot be 'int9'.\n  SyncConfig\n"
+        "  Did you mean 'int8'? Choose one of: None, 'bfloat16', 'float16', 'int8', 'auto'.\n"
+    ),
+    "plan sharded.json --link 1gbit --param-wire int": (
+        "param_wire cannot be 'int'.\n  SyncConfig\n  Did you mean 'int8'? Choose one of: None, 'bfloat16', 'int8'.\n"
+    ),
     "simulate small.json --link 1gbit --param-wire int8": (
         "--param-wire has no effect without shards.\n  --strategy ddp\n  Give --strategy zero1, zero2 or hybrid too.\n"
     ),
@@ -285,7 +290,9 @@ REFUSALS = {
         "--wire and --param-wire have no effect with --sweep.\n  undertow simulate\n"
         "  Leave them out: a sweep shows full width, bfloat16 and int8.\n"
     ),
-    "simulate small.json --optimizer mun": "optimizer 'mun' cannot be simulated.\n  --optimizer\n  Did you mean 'muon'?\n",
+    "simulate small.json --optimizer mun": (
+        "optimizer 'mun' cannot be simulated.\n  --optimizer\n  Did you mean 'muon'? Choose one of: 'muon', 'adamw', 'sgd'.\n"
+    ),
     "simulate small.json --outer 3 --optimizer adamw": (
         "--optimizer has no effect here: each rank updates everything.\n  undertow simulate --outer\n  Leave it out.\n"
     ),

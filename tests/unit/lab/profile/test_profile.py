@@ -97,8 +97,8 @@ def number(name: str, shown: str, limit: str = "zero or more") -> str:
             {"strategy": "zero9"},
             "strategy 'zero9' does not exist.\n  strategy\n  Choose one of: 'ddp', 'zero1', 'zero2', 'hybrid'.",
         ),
-        ({"wire": "int4"}, "wire int4 is unknown.\n  Did you mean 'int8'?"),
-        ({"param_wire": "auto"}, "param_wire auto is unknown.\n  Known: bfloat16, int8."),
+        ({"wire": "int4"}, "wire int4 is unknown.\n  Did you mean 'int8'? Choose one of: 'bfloat16', 'float16', 'int8', 'auto'."),
+        ({"param_wire": "auto"}, "param_wire auto is unknown.\n  Choose one of: 'bfloat16', 'int8'."),
         (
             {"groups": ((2, 1, 0),), "wires": ("int8", None)},
             "wires must have the format of each of 1 buckets, got ['int8', None].\n"

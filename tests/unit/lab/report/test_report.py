@@ -86,13 +86,13 @@ def test_tables_fit_80_columns_and_add_up() -> None:
 
 def test_gathers_have_a_table() -> None:
     lines = [line.rstrip() for line in printed(report(record(gathers=GATHERS)), width=80).splitlines()]
-    assert [" ".join(line.split()) for line in lines if "of it gathers" in line] == ["of it gathers 20.0 0.0 MB; 5.0 ms exposed"]
+    assert [" ".join(line.split()) for line in lines if "of it gathers" in line] == ["of it gathers 20.0 12.0 MB; 5.0 ms exposed"]
     assert lines[-5:] == [
         "Gathers of parameters in this step, ms since it began",
         "bucket    MB  ready  launched  done  wire  waited  largest parameter +others",
         "─────────────────────────────────────────────────────────────────────────────",
-        "1       0.00  -10.0     -10.0   5.0  15.0     5.0  stem",
-        "0       0.01   -9.0      -9.0  10.0   5.0     0.0  head +1",
+        "1       4.00  -10.0     -10.0   5.0  15.0     5.0  stem",
+        "0       8.00   -9.0      -9.0  10.0   5.0     0.0  head +1",
     ]
 
 
@@ -105,7 +105,7 @@ def test_the_bytes_that_are_sent_in_a_format_have_a_column() -> None:
         "bucket      MB   sent  ready  launched  done  wire  waited  largest +others",
         "────────────────────────────────────────────────────────────────────────────────",
         "0       345.68  87.65   30.0      30.0  50.0  20.0     0.0  ..._proj.weight +22",
-        "1         0.00   0.00   60.0      60.0  80.0  20.0    20.0  stem",
+        "1         4.00   0.00   60.0      60.0  80.0  20.0    20.0  stem",
     ]
     assert max(map(len, lines)) <= 80
 
