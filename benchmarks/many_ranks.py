@@ -1,4 +1,4 @@
-"""python -m benchmarks.many_ranks: processor time of a step on many ranks of this machine, beside torch DDP's.
+"""python -m benchmarks.many_ranks: processor time of a step on many ranks of this machine, compared with torch DDP's.
 
 All threads of a process count: over gloo other threads send, receive, encode and add.
 """

@@ -6,8 +6,7 @@ Run with:
         --kill-rank 2 --kill-step 17
 
 torchrun starts all ranks again, and they continue from the last checkpoint. The others' errors name
-the killed rank if torchrun does not end them first: with --monitor-interval=3 it looks every three
-seconds, by default ten times a second. Interrupt it and start it with --nproc-per-node=3, and three
+the killed rank. Interrupt it and start it with --nproc-per-node=3, and three
 ranks train the rest. After SIGTERM, as a scheduler sends it, the ranks save and leave after the
 same step.
 """

@@ -468,7 +468,7 @@ def test_one_process_saves_and_loads_without_ranks(path: Path) -> None:
         (
             lambda: load_checkpoint(path.with_name("nowhere"), model),
             f"no checkpoint was found.\n  {path.with_name('nowhere')}\n  Look for it in another place; every rank must see it. "
-            "A script that also starts without one asks has_checkpoint(path) first.",
+            "If the script may start without one, ask has_checkpoint(path) first.",
         ),
         (
             lambda: load_checkpoint(path, model, by_sgd(nn.Linear(1, 1).parameters())),

@@ -138,32 +138,6 @@ def test_a_signal_counts_for_every_model_and_calls_the_handlers_before() -> None
             model.close()
 
 
-class OnlyEnds:
-    """A handler as `undertow run` has it."""
-
-    only_ends = True
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def __call__(self, _number: int, _frame: object) -> None:
-        self.num_calls += 1
-
-
-@in_ranks(2)
-def test_a_handler_that_only_ends_the_process_is_called_if_no_model_is_open() -> None:
-    with handlers_of_before():
-        before = OnlyEnds()
-        signal.signal(signal.SIGTERM, before)
-        model = DistributedDataParallel(net())
-        stop_on_signal(model)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert before.num_calls == 0
-        model.close()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert before.num_calls == 1
-
-
 @in_ranks(2)
 def test_a_handler_that_was_installed_after_is_called_once() -> None:
     with handlers_of_before():

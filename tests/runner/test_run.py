@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from support.project import ROOT
 from support.strategies import spec
 from support.warm import python
 from undertow import Outer
-from undertow.lab.runner import killed
 from undertow.lab.runner.command import main
 from undertow.lab.runner.settings import settings_from, variables_of
 from undertow.plan import plan_from_groups
@@ -240,81 +239,32 @@ def test_after_an_error_of_the_program_no_report_hides_it(tmp_path: Path) -> Non
     assert last.startswith("The files are in ")
 
 
-ENDLESS = """
-import os, pathlib, signal, sys, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
+WITHOUT_A_RANK = """
+import os, signal, sys, torch, torch.distributed as dist
+folder, rank, lost = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-point", rank=rank, world_size=2)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 for step in range(100_000):
     model(torch.ones(1, 2)).sum().backward()
-    time.sleep(0.002)
-    if step == 12 and dist.get_rank() == 0:
-        pathlib.Path(sys.argv[1]).touch()
-    if step == 12 and str(dist.get_rank()) == sys.argv[2]:
+    if step == 12 and rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def ended(tmp_path: Path, *, lost: str = "", sent: int | None = None, before: str = "") -> tuple[int, str, list[str]]:
-    """The exit code, standard error and files of a run of two ranks that ends by a signal or without a rank."""
-    (tmp_path / "endless.py").write_text(before + ENDLESS)
-    ready, out = tmp_path / "ready", tmp_path / "out"
-    command = [*UNDERTOW, "run", "--out", out, NEW, *TORCHRUN, tmp_path / "endless.py", ready, lost]
-    known = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, env=os.environ | known) as job:
-        if sent is not None:
-            until_s = time.monotonic() + WAIT_S
-            while not ready.exists() and job.poll() is None and time.monotonic() < until_s:
-                time.sleep(0.02)
-            job.send_signal(sent)
-        _, said = job.communicate(timeout=WAIT_S)
-    files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
-    return job.returncode, said, files
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_launcher_leaves_the_report_and_all_files(sent: signal.Signals, tmp_path: Path) -> None:
-    code, said, files = ended(tmp_path, sent=sent)
-    assert (code, said.count(REPORTED), said.count(f"undertow run: {sent.name} ended rank 0.\n")) == (1, 1, 1), said
-    assert said.count("The files are in ") == 1
-    reports = ["plan.json", "profile.json", "report-rank0.json", "report-rank1.json"]
-    assert files == [*reports, "traces/trace.rank0.json.gz", "traces/trace.rank1.json.gz"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_rank_leaves_the_files_of_the_others_and_is_named(lost: int, tmp_path: Path) -> None:
-    code, said, files = ended(tmp_path, lost=str(lost))
+def test_a_lost_rank_leaves_the_files_of_the_other_and_is_named(lost: int, tmp_path: Path) -> None:
+    """Without torchrun, which would end the other rank by a signal when it has seen that one is lost."""
+    (tmp_path / "script.py").write_text(WITHOUT_A_RANK)
+    out, other = tmp_path / "out", 1 - lost
+    command = (*UNDERTOW, "run", "--out", out, NEW, tmp_path / "script.py", tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        ends = [*threads.map(lambda rank: run(*command, rank, lost), range(2))]
+    said = ends[other].stderr
     gone = f"undertow run: rank {lost} is gone: its process exited or was killed without reporting an error.\n"
-    assert (code, said.count(gone), said.count("The files are in ")) == (1, 1, 1), said
-    other = 1 - lost
-    assert files == ["plan.json", "profile.json", f"report-rank{other}.json", f"traces/trace.rank{other}.json.gz"]
-
-
-def test_a_signal_waits_for_the_end_of_a_model_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[object] = []
-    monkeypatch.setattr(killed, "die", order.append)
-    before, it = signal.getsignal(signal.SIGTERM), killed.Killed()
-    try:
-        signal.signal(signal.SIGTERM, it)
-        with it.postponed():
-            os.kill(os.getpid(), signal.SIGTERM)
-            order.append("written")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (order, it.name) == (["written", signal.SIGTERM], "SIGTERM")
-
-
-STOPS = """
-import signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-"""
-
-
-@pytest.mark.slow
-def test_a_program_that_handles_the_signal_ends_as_it_likes(tmp_path: Path) -> None:
-    _, said, files = ended(tmp_path, sent=signal.SIGTERM, before=STOPS)
-    assert (said.count("undertow run: SIGTERM"), len(files)) == (0, 6), said
+    assert (ends[other].returncode, said.count(gone), said.count("The files are in ")) == (1, 1, 1), said
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert files == {"plan.json", "profile.json", f"report-rank{other}.json", f"traces/trace.rank{other}.json.gz"}
 
 
 ECHO = "import sys; print(sys.stdin.read(), sys.argv[1:]); sys.exit(13)"

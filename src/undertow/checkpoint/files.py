@@ -200,7 +200,7 @@ def folder_for_loading(path: Path) -> Path:
             "no checkpoint was found.",
             where=str(path.absolute()),
             remedy="Look for it in another place; every rank must see it. "
-            "A script that also starts without one asks has_checkpoint(path) first.",
+            "If the script may start without one, ask has_checkpoint(path) first.",
         )
     return found
 

@@ -78,7 +78,8 @@ def latest_in(folder: Path) -> Path:
         raise CheckpointError(
             "no complete checkpoint was found.",
             where=f"in the folders in {folder.absolute()}",
-            remedy="Give the folder that holds the checkpoints; every rank must see it.",
+            remedy="Give the folder that holds the checkpoints; every rank must see it. "
+            'If the script may start without one, ask has_checkpoint(path, "latest") first.',
         )
     return complete[0]
 

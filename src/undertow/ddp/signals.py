@@ -104,16 +104,11 @@ class _Handler:
         asked = [request for request in requests if not request.is_closed]
         for request in asked:
             request.ask()
-        if callable(self.earlier) and not (asked and _only_ends(self.earlier)):
+        if callable(self.earlier) and not (asked and self.earlier in _ENDINGS):
             self.earlier(number, frame)
         elif self.earlier is signal.SIG_DFL and not asked:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-def _only_ends(handler: Any) -> bool:
-    """Returns True for a handler that ends the process, as Python's own and `undertow run`'s do."""
-    return handler in _ENDINGS or getattr(handler, "only_ends", False)
 
 
 def _request_of(model: object) -> StopRequest:

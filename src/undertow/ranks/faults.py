@@ -77,7 +77,7 @@ class Fault:
     what: str
     remedy: str
     told: str = ""  # details from the rank that detected it, several lines
-    rank: int | None = None  # that is gone without a last message
+    lost_rank: int | None = None  # that is gone without a last message
     # when this rank learned of it
     known_s: float = field(default_factory=time.monotonic, compare=False)
 
@@ -101,7 +101,7 @@ class Fault:
             "what": self.what,
             "remedy": self.remedy,
             "told": self.told,
-            "rank": self.rank,
+            "lost_rank": self.lost_rank,
         }
 
 
@@ -206,6 +206,10 @@ def agreed(error: UndertowError) -> Fault:
     return Fault(type(error), what, remedy, told="\n  ".join(told))
 
 
+def _at(rank: int, host: str) -> str:
+    return f"rank {rank} (host {host})" if host else f"rank {rank}"
+
+
 def lost(rank: int, host: str = "") -> Fault:
     """The connection to a rank has ended; `host` is its machine, if ranks are on several."""
     return Fault(
@@ -213,22 +217,8 @@ def lost(rank: int, host: str = "") -> Fault:
         f"{_at(rank, host)} is gone: its process exited or was killed without reporting an error.",
         "The step is incomplete on every rank. Find out why it ended (memory, the scheduler), "
         "and restart from a checkpoint.",
-        rank=rank,
+        lost_rank=rank,
     )
-
-
-def ended_by(rank: int, signal_name: str) -> Fault:
-    """A signal ends the process of a rank, which tells the others in its last moment."""
-    return Fault(
-        RankLost,
-        f"rank {rank} is gone: {signal_name} ended its process.",
-        "The step is incomplete on every rank. Find out who sent the signal (the scheduler, a "
-        "launcher), and restart from a checkpoint.",
-    )
-
-
-def _at(rank: int, host: str) -> str:
-    return f"rank {rank} (host {host})" if host else f"rank {rank}"
 
 
 def silent(rank: int, silence_s: float, host: str = "") -> Fault:
@@ -238,7 +228,7 @@ def silent(rank: int, silence_s: float, host: str = "") -> Fault:
         f"{_at(rank, host)} is gone: its machine has not answered for {silence_s:.0f} s.",
         "The step is incomplete on every rank. Find out if the machine or its network is down, and "
         "restart from a checkpoint.",
-        rank=rank,
+        lost_rank=rank,
     )
 
 
@@ -345,13 +335,13 @@ def stack_lines(frames: Sequence[FrameType]) -> list[str]:
 
 def fault_from(message: Mapping[str, Any]) -> Fault:
     """Parses a fault that another rank detected; raises KeyError if it is malformed."""
-    rank = message.get("rank")
+    lost_rank = message.get("lost_rank")
     return Fault(
         _KINDS[message["error"]],
         str(message["what"]),
         str(message["remedy"]),
         str(message["told"]),
-        None if rank is None else int(rank),
+        None if lost_rank is None else int(lost_rank),
     )
 
 

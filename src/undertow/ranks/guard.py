@@ -144,17 +144,6 @@ class Guard:
         for ring, _ in list(self._rings.values()):
             ring.leave(error)
 
-    def say_killed(self, signal_name: str) -> None:
-        """Tells the other ranks which signal is about to end this process.
-
-        Not this one: it is not the reason of an earlier error here.
-        """
-        for ring, _ in list(self._rings.values()):
-            if ring.fault is None:
-                content = faults.ended_by(ring.rank, signal_name).content()
-                for neighbor in tuple(ring.neighbors):
-                    ring.say_to(neighbor, "fails", **content)
-
     def _end(self, ranks: tuple[int, ...]) -> None:
         """Leaves a ring because its process groups are gone or the process is about to end."""
         # Without the weak reference, which would call this at interpreter exit, after modules are

@@ -74,11 +74,11 @@ def connect_ring(meeting: Meeting) -> list[Connection]:
         meeting.arrive("through")
         if meeting.has_failed:
             raise ConnectionError(meeting.store.get(f"{meeting.key}/why").decode())
+        # Ranks on two hosts or more have neighbors somewhere that are on different ones.
+        if not meeting.store.check([f"{meeting.key}/{HOSTS}"]):
+            hosts = {}
         undo.pop_all()
         listener.close()
-    # Ranks on two hosts or more have neighbors somewhere that are on different ones.
-    if not meeting.store.check([f"{meeting.key}/{HOSTS}"]):
-        hosts = {}
     return [Connection(link, other, hosts.get(other, "")) for other, link in links.items()]
 
 

@@ -17,7 +17,6 @@ from undertow.whole_file import write_whole
 
 FOLDER = "UNDERTOW_TRACE"  # the variable that names a folder for traces
 _numbers = itertools.count()  # of the models that are traced, in the order all ranks create them
-_due: list[multiprocessing.util.Finalize] = []  # that write the traces of this process
 
 
 def run_name() -> str:
@@ -86,16 +85,7 @@ def trace_at_end(engine: Engine) -> Callable[[], object] | None:
     path = Path(folder).absolute() / "trace.json.gz"
     arguments = (weakref.ref(engine), path, next(_numbers), run_name())
     # Unlike atexit's, it is also called in processes that multiprocessing has started.
-    writes = multiprocessing.util.Finalize(None, _save_at_end, args=arguments, exitpriority=0)
-    _due[:] = [earlier for earlier in _due if earlier.still_active()]
-    _due.append(writes)
-    return writes
-
-
-def write_traces() -> None:
-    """Writes the traces that the end of this process would write: a signal is about to end it."""
-    for writes in _due:
-        writes()
+    return multiprocessing.util.Finalize(None, _save_at_end, args=arguments, exitpriority=0)
 
 
 def _save_at_end(

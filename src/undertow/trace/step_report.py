@@ -302,8 +302,8 @@ def _network(report: StepReport) -> str:
             return (
                 "Messages are the limit, not bytes: communication of gradients takes "
                 f"{reduced_ms:.1f} ms, longer than the {report.backward_ms:.1f} ms of backward, "
-                f"and the bytes of this step take at most {report.bytes_ms:.1f} ms of it: "
-                f"{_COMPUTE_MORE}."
+                f"and the bytes of this step take at most {report.bytes_ms:.1f} ms of it "
+                f"at 100 Mb/s or more: {_COMPUTE_MORE}."
             )
         return (
             f"The network is the limit: communication of gradients takes {reduced_ms:.1f} ms, "
@@ -315,12 +315,12 @@ def _network(report: StepReport) -> str:
     return (
         "Gradients leave as soon as these buckets are full, and the last of "
         f"{len(report.buckets)}, with {last.largest}, is full when backward ends: "
-        f"explain() gives the reasons for these buckets, or {means}."
+        f"explain() gives the reasons for these buckets. To hide more, {means}."
     )
 
 
 def _has_costly_bytes(report: StepReport) -> bool:
-    """Returns True if fewer bytes could make the step shorter by what is worth an advice."""
+    """Returns True if fewer bytes could make the step so much shorter that it is worth advice."""
     return report.bytes_ms >= max(_LEAST_MS, _LEAST_WORTH * report.step_ms)
 
 

@@ -102,18 +102,6 @@ def test_a_lost_rank_is_named_with_its_host_if_there_are_several(hosts: Sequence
     assert [rank.words.get("value") for rank in (*ends[:1], *ends[2:])] == [gone] * (len(hosts) - 1)
 
 
-def is_ended_by_a_signal(rank: Rank, watch: Watch) -> None:
-    GUARD.say_killed("SIGTERM")
-    assert watch.fault is None
-    is_killed(rank, watch)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 5])
-def test_a_rank_that_a_signal_ends_tells_the_others_which(num_ranks: int) -> None:
-    gone = ["RankLost", "rank 1 is gone: SIGTERM ended its process."]
-    assert list(told_of(is_ended_by_a_signal, num_ranks)) == [gone] * (num_ranks - 1)
-
-
 def in_the_ring_with_outsiders(rank: Rank) -> list[str]:
     """As `is_killed` in the ring, where every port is visited before the ranks know of it."""
     listen = handshake._listening

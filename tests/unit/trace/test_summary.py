@@ -205,8 +205,8 @@ def six(**changes: Any) -> StepReport:
             # 5 of the 25 ms are this rank's own wait for parameters, and the rest is no longer than its exposed time.
             six(busy_ms=(90.0, 65.0), gathers=GATHERS),
             "Gradients leave as soon as these buckets are full, and the last of 2, with stem, is full when backward ends: "
-            'explain() gives the reasons for these buckets, or set wire="int8" (or "auto") and param_wire="int8" to send fewer '
-            "bytes (undertow docs slow-networks).",
+            'explain() gives the reasons for these buckets. To hide more, set wire="int8" (or "auto") and param_wire="int8" to send '
+            "fewer bytes (undertow docs slow-networks).",
         ),
         (
             six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700),
@@ -231,7 +231,7 @@ def six(**changes: Any) -> StepReport:
         (
             ONE_BUCKET,
             "Gradients leave as soon as these buckets are full, and the last of 1, with head, is full when backward ends: "
-            'explain() gives the reasons for these buckets, or set wire="int8" (or "auto") to send fewer bytes '
+            'explain() gives the reasons for these buckets. To hide more, set wire="int8" (or "auto") to send fewer bytes '
             "(undertow docs slow-networks).",
         ),
         (
@@ -246,7 +246,7 @@ def six(**changes: Any) -> StepReport:
                 busy_ms=(50.0, 58.5),
             ),
             "Gradients leave as soon as these buckets are full, and the last of 2, with stem, is full when backward ends: "
-            'explain() gives the reasons for these buckets, or set wire="int8" (or "auto") to send fewer bytes '
+            'explain() gives the reasons for these buckets. To hide more, set wire="int8" (or "auto") to send fewer bytes '
             "(undertow docs slow-networks).",
         ),
         (
@@ -316,7 +316,7 @@ def sent(report: StepReport, num_bytes: int) -> StepReport:
     return six(step_us=1e3 * report.step_ms, buckets=tuple(replace(it, num_bytes=num_bytes) for it in rows))
 
 
-OF_LAST = "explain() gives the reasons for these buckets, or "
+OF_LAST = "explain() gives the reasons for these buckets. To hide more, "
 COMPUTE_MORE = "let a step compute more, with larger batches or gradient accumulation (undertow docs slow-networks)."
 
 
@@ -326,7 +326,7 @@ COMPUTE_MORE = "let a step compute more, with larger batches or gradient accumul
         (
             sent(six(buckets=CROWDED), 1_300),
             "Messages are the limit, not bytes: communication of gradients takes 50.0 ms, longer than the 40.0 ms of backward, "
-            f"and the bytes of this step take at most 0.2 ms of it: {COMPUTE_MORE}",
+            f"and the bytes of this step take at most 0.2 ms of it at 100 Mb/s or more: {COMPUTE_MORE}",
         ),
         (sent(six(), 1_300), OF_LAST + COMPUTE_MORE),
         # 5 ms over 100 Mb/s: 5 % of the step of 100 ms.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from undertow.errors import PhaseError, UndertowError
+from undertow.foreign import printable_lines
 from undertow.lab.profile import Profile
 from undertow.sync.gradient_sync import GradientSync
 from undertow.trace.step_report import StepReport
@@ -25,21 +26,25 @@ a file that rank 0 has written holds one replica. To save the global parameters,
 """
 
 
-def end(sync: GradientSync, out: str | None, number: int, *, killed_by: str = "") -> None:
+def end(sync: GradientSync, out: str | None, number: int) -> None:
     """Writes this rank's files into `out`; `number` counts the models of this process from 0.
 
     Rank 0, or rank 1 if rank 0 is lost, prints to standard error: where the time went, the plan
-    with its reason, how to save if replicas have trained alone, the lost rank or the signal
-    `killed_by` that ended the run, and the place of the files. After an error that ended the
-    program it prints only the last two, so that the error stays visible.
+    with its reason, how to save if replicas have trained alone, the lost rank that ended the run,
+    and the place of the files. After an error that ended the program it prints only the last two,
+    so that the error stays visible.
     """
     fault = sync._all_ranks.watch.fault
-    speaks = sync.rank == (1 if fault is not None and fault.rank == 0 else 0)
+    speaks = sync.rank == (1 if fault is not None and fault.lost_rank == 0 else 0)
     if out is None and not speaks:
         return
     report, profile = sync.report(), None
     with contextlib.suppress(PhaseError):  # too few steps
         profile = sync.profile()
+    is_written = False
+    if out is not None:  # first: standard error may be closed
+        texts = _texts(sync, report, profile if speaks else None, has_plan=speaks)
+        is_written = _write(texts, Path(out), number)
     has_steps = report.num_steps > 0 or sync.outer is not None
     if speaks and has_steps and not hasattr(sys, "last_value"):
         from rich.console import Console
@@ -48,12 +53,10 @@ def end(sync: GradientSync, out: str | None, number: int, *, killed_by: str = ""
         if sync.outer is not None:
             print(_GLOBAL if sync.outer.saves_global else _REPLICAS, file=sys.stderr)
     if speaks and fault is not None:
-        print(f"undertow run: {fault.what}", file=sys.stderr)
-    if speaks and killed_by:
-        print(f"undertow run: {killed_by} ended rank {sync.rank}.", file=sys.stderr)
-    if out is not None:
-        texts = _texts(sync, report, profile if speaks else None, has_plan=speaks)
-        _write(texts, Path(out), number, speaks=speaks)
+        print(f"undertow run: {printable_lines(fault.what)}", file=sys.stderr)
+    if out is not None and is_written and speaks:
+        command = f"undertow report {shlex.quote(out)}"
+        print(f"The files are in {out}. A page about them: {command}", file=sys.stderr)
 
 
 def _texts(
@@ -74,7 +77,8 @@ def _texts(
     return texts
 
 
-def _write(texts: Mapping[str, str], out: Path, number: int, *, speaks: bool) -> None:
+def _write(texts: Mapping[str, str], out: Path, number: int) -> bool:
+    """Returns False if the files cannot be written, after it has said so."""
     of_model = f"-{number + 1}" if number else ""
     try:
         for name, text in texts.items():
@@ -82,7 +86,5 @@ def _write(texts: Mapping[str, str], out: Path, number: int, *, speaks: bool) ->
             write_whole(path, f"{text}\n".encode(), where="undertow run --out DIR")
     except UndertowError as error:
         print(f"undertow run: {error}", file=sys.stderr)
-        return
-    if speaks:
-        command = f"undertow report {shlex.quote(str(out))}"
-        print(f"The files are in {out}. A page about them: {command}", file=sys.stderr)
+        return False
+    return True

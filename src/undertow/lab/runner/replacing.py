@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from undertow.ddp.wrapper import DistributedDataParallel
 from undertow.errors import require
 from undertow.lab.runner.ending import end
-from undertow.lab.runner.killed import KILLED
 from undertow.lab.runner.settings import MARK, RUN, TRACE, settings_from
 from undertow.sync.gradient_sync import GradientSync
 
@@ -32,8 +31,7 @@ class Wrapped(DistributedDataParallel):
         if self.outer is not None and "outer" in self._overrides:
             self.outer.save_global()  # the program does not know that it trains replicas
         # Also at the end of the program.
-        ends = weakref.finalize(self, _ends, self.sync, out, next(_numbers), os.getpid())
-        KILLED.follow(ends)
+        weakref.finalize(self, _ends, self.sync, out, next(_numbers), os.getpid())
 
 
 Wrapped.__name__ = TorchDistributedDataParallel.__name__  # some programs compare it
@@ -41,8 +39,7 @@ Wrapped.__name__ = TorchDistributedDataParallel.__name__  # some programs compar
 
 def _ends(sync: GradientSync, out: str | None, number: int, process: int) -> None:
     if process == os.getpid():  # not of a process that was forked later
-        with KILLED.postponed():
-            end(sync, out, number, killed_by=KILLED.name)
+        end(sync, out, number)
 
 
 @functools.cache
