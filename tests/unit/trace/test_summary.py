@@ -205,8 +205,8 @@ def six(**changes: Any) -> StepReport:
             # 5 of the 25 ms are this rank's own wait for parameters, and the rest is no longer than its exposed time.
             six(busy_ms=(90.0, 65.0), gathers=GATHERS),
             "Gradients leave as soon as these buckets are full, and the last of 2, with stem, is full when backward ends: "
-            'explain() gives the reasons for these buckets. To hide more, set wire="int8" (or "auto") and param_wire="int8" to send '
-            "fewer bytes (undertow docs slow-networks).",
+            'explain() gives the reasons for these buckets. To hide more, set wire="int8" (or "auto") and param_wire="int8" to '
+            "send fewer bytes (undertow docs slow-networks).",
         ),
         (
             six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700),
