@@ -233,7 +233,7 @@ class KeptPlacements:
     @private.untraced
     def _arrives(self, param: Any) -> None:
         grad, (name, _) = param.grad, self._hooks[param]
-        if _whole_on(param):  # also if torch has redistributed it, to add it to an earlier one
+        if _may_be_partial(param):  # also if torch has redistributed it, to add it to an earlier one
             self._order.append(name)
         if grad is None or grad.placements == param.placements:
             return
@@ -243,11 +243,17 @@ class KeptPlacements:
             param.grad = grad.redistribute(param.device_mesh, param.placements)
 
 
+def _may_be_partial(dtensor: Any) -> bool:
+    """Returns True if a gradient of the parameter may be a partial sum on its mesh."""
+    return any(placement.is_replicate() for placement in dtensor.placements)
+
+
 def _whole_on(dtensor: Any) -> list[int]:
     """Returns the ranks of a parameter's mesh if a gradient of it may be a partial sum there."""
-    is_whole = any(placement.is_replicate() for placement in dtensor.placements)
+    if not _may_be_partial(dtensor):
+        return []
     ranks: list[int] = dtensor.device_mesh.mesh.flatten().tolist()
-    return ranks if is_whole else []
+    return ranks
 
 
 def _axes(dtensor: Any) -> str:
