@@ -233,7 +233,7 @@ class KeptPlacements:
     @private.untraced
     def _arrives(self, param: Any) -> None:
         grad, (name, _) = param.grad, self._hooks[param]
-        if _may_be_partial(param):  # also if torch has redistributed it, to add it to an earlier one
+        if _may_be_partial(param):  # also if torch has added it to an earlier one, whole
             self._order.append(name)
         if grad is None or grad.placements == param.placements:
             return

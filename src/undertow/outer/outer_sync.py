@@ -30,7 +30,7 @@ from undertow.errors import (
     require,
 )
 from undertow.outer.aside import Aside
-from undertow.outer.fragments import Fragments, turns_of
+from undertow.outer.fragments import Fragments
 from undertow.outer.loads import OuterLoads, Values, values_of
 from undertow.outer.replica_exchanges import ReplicaExchanges
 from undertow.outer.state_dicts import StateDicts
@@ -161,7 +161,7 @@ class OuterSync(StepListener):
                 exchange on its way.
         """
         self._settle()
-        self._exchanges.turns = None
+        self._exchanges.forget_turns()
         self.reset()
         self._take(state)
 
@@ -372,8 +372,8 @@ class OuterSync(StepListener):
             return
         brought_back = self._aside.take(now)
         if brought_back is not None:
-            self._exchanges.fragments = brought_back
-            self._follow_tensors(self._exchanges.fragments)
+            self._exchanges.bring_back(brought_back)
+            self._follow_tensors(brought_back)
             return
         self._aside.keep(before, self._exchanges.fragments)
         self._exchanges.restart()
@@ -412,14 +412,10 @@ class OuterSync(StepListener):
 
     def _take(self, state: Mapping[str, Any]) -> None:
         """Takes over a state; the fragments are new."""
-        turns = turns_of(state)
-        if turns is not None and self._exchanges.turns is None:
-            self._exchanges.take_turns(turns)
-        self._exchanges.fragments.take(state)
+        self._exchanges.take(state)
         self._steps.num_steps = state["step"]
         self._steps.num_forwards = state["num_forwards"]
         self._steps.settings.restart()
-        self._exchanges.num_synchronizations = state["num_synchronizations"]
         self._has_state = True
 
     def _require_own(self) -> None:

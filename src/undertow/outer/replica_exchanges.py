@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from undertow.engine.engine import Engine
 from undertow.outer.comparisons import Comparisons
 from undertow.outer.fragment import Fragment
 from undertow.outer.fragment_layout import BufferPlace
-from undertow.outer.fragments import Fragments, tensors_of
+from undertow.outer.fragments import Fragments, tensors_of, turns_of
 from undertow.outer.frozen import Frozen
 from undertow.outer.measured import Timings, given_turns, measured_turns
 from undertow.outer.replicas import Replicas, open_replicas
@@ -76,7 +78,23 @@ class ReplicaExchanges:
         self.turns = given_turns(self.outer, tensors) or self.turns
         self.fragments = Fragments(self.replicas, tensors, self.turns)
 
-    def take_turns(self, turns: Turns) -> None:
+    def forget_turns(self) -> None:
+        """Has the turns chosen again."""
+        self.turns = None
+
+    def bring_back(self, fragments: Fragments) -> None:
+        """Goes on with fragments that were put aside."""
+        self.fragments = fragments
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Takes over a state; the fragments are new."""
+        turns = turns_of(state)
+        if turns is not None and self.turns is None:
+            self._take_turns(turns)
+        self.fragments.take(state)
+        self.num_synchronizations = state["num_synchronizations"]
+
+    def _take_turns(self, turns: Turns) -> None:
         """Has fragments take other turns, with the same global parameters."""
         self.turns = turns
         self.fragments = self.fragments.in_turns(turns)
@@ -148,7 +166,7 @@ class ReplicaExchanges:
         turns, self.timings.reason = measured_turns(
             self.replicas, whole, step_us=self.timings.step_us
         )
-        self.take_turns(turns)
+        self._take_turns(turns)
 
     def report(self) -> OuterReport:
         """Returns the times of the last exchanges on this rank."""
