@@ -158,19 +158,23 @@ def suggestion(
 
     The one it resembles, or `instead`, by default all.
     """
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return (
-        (f"Did you mean {close[0]!r}?") if close else instead or f"{all_known}: {', '.join(known)}."
-    )
+    return _did_you_mean(str(name), known) or instead or f"{all_known}: {', '.join(known)}."
 
 
 def one_of(value: object, choices: Iterable[object]) -> str:
     """Returns the remedy for a value that is not one of a few: the one it resembles, and all."""
     choices = list(choices)
     every = f"Choose one of: {', '.join(map(repr, choices))}."
+    if not isinstance(value, str):
+        return every
     names = [choice for choice in choices if isinstance(choice, str)]
-    close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
-    return f"Did you mean {close[0]!r}? {every}" if close else every
+    return f"{_did_you_mean(value, names)} {every}".lstrip()
+
+
+def _did_you_mean(name: str, known: Collection[str]) -> str:
+    """Returns a question for the known name that this one resembles; empty if there is none."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""
 
 
 def require_known(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import ceil
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 from undertow.plan import Plan
 from undertow.trace.bucket_report import BucketReport
@@ -16,6 +16,8 @@ from undertow.trace.record import (
     wires_of,
 )
 from undertow.trace.step_report import StepReport
+
+_TimedStep: TypeAlias = tuple[StepRecord, Mapping[str, Any]]  # with its times
 
 _MS = 1e-3  # milliseconds in a microsecond
 # Of 100 Mb/s, the slowest link that the guides have settings for (docs/slow-networks.md).
@@ -42,10 +44,12 @@ def summarize(
         is_one_graph: True if the model is compiled as a whole.
         plan_since: The first step under this plan if earlier recorded ones ran under another.
     """
-    none = StepRecord(
+    without = StepRecord(
         step=0, rank=rank, step_us=0.0, forwards=(), backwards=(), buckets=(), busy_ms=()
     )
-    record, times, shortest_ms = _typical(records or [none])
+    comparable = _comparable(records or [without])
+    record, times = _typical(comparable)
+    shortest_ms = min(of_one["communication_ms"] for _, of_one in comparable)
     buckets = _bucket_reports(plan, record.buckets)
     gathers = _bucket_reports(plan, record.gathers)
     steps_ms = sorted(each.step_us * _MS for each in records) or [0.0]
@@ -73,23 +77,23 @@ def summarize(
     )
 
 
-def _typical(records: Sequence[StepRecord]) -> tuple[StepRecord, Mapping[str, Any], float]:
-    """Returns the step whose times are nearest to the medians, its times, and the shortest time of
-    communication of all steps.
+def _comparable(records: Sequence[StepRecord]) -> list[_TimedStep]:
+    """Returns the steps that may be typical, with their times.
 
-    A step without gathers, whose optimizer's step was skipped, is not typical if others have some.
+    A step without gathers, whose optimizer's step was skipped, is not if others have some.
     """
     has_most = max((bool(record.buckets), bool(record.gathers)) for record in records)
-    times = [
+    return [
         (record, _times_ms(record))
         for record in records
         if (bool(record.buckets), bool(record.gathers)) == has_most
     ]
-    medians = {name: median(of_one[name] for _, of_one in times) for name in times[0][1]}
-    record, of_record = min(
-        times, key=lambda step: sum(abs(step[1][name] - medians[name]) for name in medians)
-    )
-    return record, of_record, min(of_one["communication_ms"] for _, of_one in times)
+
+
+def _typical(steps: Sequence[_TimedStep]) -> _TimedStep:
+    """Returns the step whose times are nearest to the medians."""
+    medians = {name: median(of_one[name] for _, of_one in steps) for name in steps[0][1]}
+    return min(steps, key=lambda step: sum(abs(step[1][name] - medians[name]) for name in medians))
 
 
 def _slowest_ms(messages: Sequence[BucketReport], num_ranks: int) -> float:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from undertow.errors import PhaseError, UndertowError
 from undertow.foreign import printable_lines
-from undertow.lab.profile import Profile
 from undertow.sync.gradient_sync import GradientSync
 from undertow.trace.step_report import StepReport
 from undertow.whole_file import write_whole
@@ -30,21 +29,17 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
     """Writes this rank's files into `out`; `number` counts the models of this process from 0.
 
     Rank 0, or rank 1 if rank 0 is lost, prints to standard error: where the time went, the plan
-    with its reason, how to save if replicas have trained alone, the lost rank that ended the run,
-    and the place of the files. After an error that ended the program it prints only the last two,
-    so that the error stays visible.
+    with its reason, how to save if replicas have trained alone, why the ranks could not go on, and
+    the place of the files. After an error that ended the program it prints only the last two, so
+    that the error stays visible.
     """
     fault = sync._all_ranks.watch.fault
     speaks = sync.rank == (1 if fault is not None and fault.lost_rank == 0 else 0)
     if out is None and not speaks:
         return
-    report, profile = sync.report(), None
-    with contextlib.suppress(PhaseError):  # too few steps
-        profile = sync.profile()
-    is_written = False
+    report, is_written = sync.report(), False
     if out is not None:  # first: standard error may be closed
-        texts = _texts(sync, report, profile if speaks else None, has_plan=speaks)
-        is_written = _write(texts, Path(out), number)
+        is_written = _write(_texts(sync, report, speaks=speaks), Path(out), number)
     has_steps = report.num_steps > 0 or sync.outer is not None
     if speaks and has_steps and not hasattr(sys, "last_value"):
         from rich.console import Console
@@ -59,21 +54,19 @@ def end(sync: GradientSync, out: str | None, number: int) -> None:
         print(f"The files are in {out}. A page about them: {command}", file=sys.stderr)
 
 
-def _texts(
-    sync: GradientSync, report: StepReport, profile: Profile | None, *, has_plan: bool
-) -> dict[str, str]:
-    """Returns the texts of this rank's files by name: its report, the plan and the profile."""
+def _texts(sync: GradientSync, report: StepReport, *, speaks: bool) -> dict[str, str]:
+    """Returns the texts of this rank's files by name: its report, and if it speaks for its group
+    the plan and the profile."""
     rank = sync._all_ranks.user.ranks[sync.rank]
     # Variables that are the same on all nodes of a run: reports of different ones are told apart.
     run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
     texts = {f"report-rank{rank}": json.dumps({"run": run, **report.to_dict()})}
-    # One for the group, with the name that its first rank gives it.
-    first = sync._all_ranks.user.ranks[0]
-    of_group = f"-rank{first}" if first else ""
-    if has_plan:
+    if speaks:
+        first = sync._all_ranks.user.ranks[0]  # which names these files, whoever writes them
+        of_group = f"-rank{first}" if first else ""
         texts[f"plan{of_group}"] = sync.plan.to_json()
-    if profile is not None:
-        texts[f"profile{of_group}"] = profile.to_json()
+        with contextlib.suppress(PhaseError):  # too few steps
+            texts[f"profile{of_group}"] = sync.profile().to_json()
     return texts
 
 
