@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.ranks import run_ranks
-from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
+from undertow import DistributedDataParallel, SyncConfig, shard_optimizer
 
 WIDTH, NUM_LAYERS, CAP_MB = 256, 6, 1.0  # 0.4 M parameters in two buckets
 NUM_ROUNDS, NUM_STEPS, NUM_FIRST_STEPS = 7, 8, 8
@@ -33,15 +33,12 @@ class Contender:
         model = nn.Sequential(*layers)
         if name == TORCH:
             self.model: nn.Module = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
-            return
-        wire = "int8" if name == "int8" else None
-        ours = DistributedDataParallel(model, config=SyncConfig(auto_tune=False, bucket_cap_mb=CAP_MB, wire=wire))
-        self.model = ours
-        if name == "zero1":
-            self.optimizer = ShardedOptimizer(torch.optim.AdamW, ours, lr=1e-6)
         else:
-            self.optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-6)
+            wire = "int8" if name == "int8" else None
+            self.model = DistributedDataParallel(model, config=SyncConfig(auto_tune=False, bucket_cap_mb=CAP_MB, wire=wire))
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
+        if name == "zero1":
+            self.optimizer = shard_optimizer(self.optimizer, self.model)
 
     def step(self) -> None:
         self.model(torch.randn(4, WIDTH)).square().mean().backward()

@@ -6,9 +6,8 @@ Run with:
         --kill-rank 2 --kill-step 17
 
 torchrun starts all ranks again, and they continue from the last checkpoint. The others' errors name
-the killed rank. Interrupt it and start it with --nproc-per-node=3, and three
-ranks train the rest. After SIGTERM, as a scheduler sends it, the ranks save and leave after the
-same step.
+the killed rank. Interrupt it and start it with --nproc-per-node=3, and three ranks train the rest.
+After SIGTERM, as a scheduler sends it, the ranks save and leave after the same step.
 """
 
 import argparse

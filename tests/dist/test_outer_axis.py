@@ -41,29 +41,34 @@ class Net(nn.Module):
         return self.last(self.second(x).relu() if self.is_deep else x)
 
 
-def sharded(mesh: DeviceMesh, *, seed: int = 0) -> Net:
+def sharded(mesh: DeviceMesh, *, seed: int = 0, cut_over: DeviceMesh | None = None) -> Net:
+    """Sharded over `mesh`, after tensor parallelism has cut it over another one."""
     torch.manual_seed(seed)
     net = Net()
+    if cut_over is not None:
+        parallelize_module(net, cut_over, {"first": ColwiseParallel(), "second": RowwiseParallel()})
     for part in (net.first, net.second, net):
         fully_shard(part, mesh=mesh)
     return net
 
 
-def batch(step: int) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+def batch(step: int, *, place: int | None = None) -> Tensor:
+    """The batch of a place in the data, by default this rank's."""
+    place = dist.get_rank() if place is None else place
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + place))
 
 
 def meshes() -> contextlib.AbstractContextManager[DeviceMesh]:
     return contextlib.nullcontext(kept_mesh(2, 2, names=NAMES))
 
 
-def train(net: Any, steps: Sequence[int], *, num_micro_batches: int = 1, holds: str = "") -> None:
+def train(net: Any, steps: Sequence[int], *, num_micro_batches: int = 1, holds: str = "", data_place: int | None = None) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for step in steps:
         for place in range(num_micro_batches):
             if holds:
                 getattr(net, holds)(place == num_micro_batches - 1)
-            net(batch(num_micro_batches * step + place)).square().mean().backward()
+            net(batch(num_micro_batches * step + place, place=data_place)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -109,39 +114,19 @@ def test_int8_sends_a_quarter_of_the_bytes_and_replicas_stay_alike() -> None:
             assert (param - wanted).abs().max() <= 2 * 4 * 0.0101, name
 
 
-def cut_and_sharded(mesh: DeviceMesh) -> Net:
-    """Cut by tensor parallelism, then sharded."""
-    torch.manual_seed(0)
-    net = Net()
-    parallelize_module(net, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    for part in (net.first, net.second, net):
-        fully_shard(part, mesh=mesh[NAMES])
-    return net
-
-
 @pytest.mark.slow
 @in_ranks(8, is_fresh=True, timeout_s=240.0)
 def test_shards_may_be_cut_by_tensor_parallelism() -> None:
     mesh = kept_mesh(2, 2, 2, names=(*NAMES, "tp"))
-    reference = cut_and_sharded(mesh)
-    place = mesh[NAMES].get_coordinate()
-    assert place is not None
-
-    def train(net: nn.Module) -> None:
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        for step in range(4):
-            random = torch.Generator().manual_seed(100 * step + 10 * place[0] + place[1])  # one batch for all of "tp"
-            net(torch.randn(4, WIDTH, generator=random)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
+    reference = sharded(mesh[NAMES], cut_over=mesh["tp"])
+    place = dist.get_rank() // 2  # both ranks of "tp" have one batch
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # torch's, of every such model
-        train(reference)
+        train(reference, range(4), data_place=place)
         for wire in (None, "int8"):
-            net = cut_and_sharded(mesh)
+            net = sharded(mesh[NAMES], cut_over=mesh["tp"])
             axis = outer_axis(net, wire=wire)
-            train(net)
+            train(net, range(4), data_place=place)
             axis.close()
             for (name, param, _), (_, wanted, _) in zip(parts(net), parts(reference), strict=True):
                 assert torch.equal(param, wanted) == (wire is None), name
