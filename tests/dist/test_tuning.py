@@ -19,7 +19,7 @@ from support.alike import backwards, of_all_ranks, train
 from support.errors import text_of
 from support.inside import NUM_STEPS_UNTIL_A_MOVE as UNTIL_A_MOVE
 from support.inside import NUM_STEPS_UNTIL_A_PROFILE as UNTIL_A_PROFILE
-from support.inside import every_step_takes, refusing_plans
+from support.inside import every_step_takes, observe, refusing_plans
 from support.levels import some
 from support.models import CASES
 from support.naive import TIMEOUT_S, wrapped
@@ -32,6 +32,7 @@ from support.timed import Timed
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, PlanMismatch
 from undertow.lab.profile import profile_from_file
 from undertow.plan import Plan, grouping
+from undertow.schedule import Op, OpKind
 
 MLP = CASES["mlp"]
 
@@ -369,3 +370,30 @@ def test_gradients_are_right_if_a_rank_has_no_memory_for_the_next_plan(refusing_
         (failure,) = ddp.report().not_tried
         assert failure.endswith(f": rank {refusing_rank} could not make its buckets")
         assert f"the present plan stayed: {failure}" in " ".join(printed(ddp.report(), width=200).split())
+
+
+OUT_OF_MEMORY = (
+    f"rank 1 has failed: MemoryError: none is left\n  synchronization {UNTIL_A_MOVE + 1}, rank {{rank}}\n"
+    "  The step is incomplete on every rank. The traceback is in the log of rank 1."
+)
+
+
+@pytest.mark.deep
+@in_ranks(2, is_fresh=True, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("wire", some([None, "int8"], most=1))
+def test_a_candidate_that_fails_in_its_first_exchange_ends_training_on_all_ranks(wire: str | None) -> None:
+    """Every rank has made its buckets, so other ranks may wait for a message that is never sent."""
+    is_failing = dist.get_rank() == 1
+    with scripted(one_each, wires=() if wire is None else [wire] * 4), training(MLP.model(), "ddp", wire=wire) as (ddp, opt):
+
+        def run_out_of_memory(op: Op) -> None:
+            if is_failing and op.kind is OpKind.ALL_REDUCE and ddp.plan.groups == one_each(ddp.plan):
+                raise MemoryError("none is left")
+
+        observe(ddp, before=run_out_of_memory)
+        train(ddp, opt, MLP.loss, steps=range(UNTIL_A_MOVE + 1))
+        with pytest.raises(MemoryError if is_failing else PeerFailed) as caught:
+            train(ddp, opt, MLP.loss, steps=[UNTIL_A_MOVE + 1])
+        assert str(caught.value) == ("none is left" if is_failing else OUT_OF_MEMORY.format(rank=0))
+        told = text_of(PeerFailed, lambda: train(ddp, opt, MLP.loss, steps=[UNTIL_A_MOVE + 2]))
+        assert told == OUT_OF_MEMORY.format(rank=dist.get_rank())

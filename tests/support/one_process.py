@@ -247,7 +247,7 @@ class FakeGroup:
 
         work = self.start(f"all-reduce of {tensor.numel()} {tensor.dtype}", tensor.detach().clone(), take)
         hide(tensor)
-        return Handle(work, complete=self.complete, finish=finish)
+        return Handle(work, complete=self.complete, finish=finish, result=tensor)
 
     def all_gather(self, tensor: Tensor, name: str) -> Handle:
         received = tensor.new_empty(self.num_ranks, *tensor.shape)

@@ -45,7 +45,7 @@ class ScriptedTrials:
 
     def fail(self, reason: str) -> None:
         self.present = self.before
-        self.tried.append(Trial(plan=self.candidate, label="the candidate", failure=reason))
+        self.tried.append(Trial(plan=self.candidate, failure=reason))
 
     def drop(self) -> None:
         """The first window runs again."""

@@ -434,7 +434,12 @@ class CurrentPlan:
                 order = None if is_observed else order_of(compiled.plan)
                 earlier = None if before is None else self.hooks.tuning
                 hooks.tuning = Tuning(
-                    hooks.arrivals, self._recorder, change.reducer, order, earlier=earlier
+                    hooks.arrivals,
+                    self._recorder,
+                    change.reducer,
+                    order,
+                    number=self._number,
+                    earlier=earlier,
                 )
         self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active
 

@@ -16,7 +16,7 @@ from undertow.plan import Plan, observed, plan_in_order
 from undertow.ranks.handle import Handle
 from undertow.schedule import Arrivals
 from undertow.trace.measured import Measurements
-from undertow.tune import Trial, Trials
+from undertow.tune import Trial, Trials, progress_text
 from undertow.wire import AUTO
 
 
@@ -32,8 +32,8 @@ class Tuning:
     backward another rank may be at another model. So is the vote on a plan that is new
     (`Moves.round_was_sound`).
 
-    `order` is the order of plans if it is not the observed one. `earlier` had the parameters before
-    these.
+    `order` is the order of plans if it is not the observed one. `number` is the model's, in the
+    order of construction. `earlier` had the parameters before these.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Tuning:
         reducer: Reducer,
         order: Sequence[int] | None,
         *,
+        number: int,
         earlier: "Tuning | None" = None,
     ) -> None:
         self.measured = Measurements()
@@ -50,6 +51,7 @@ class Tuning:
         self.trying: Trying | None = None  # from the first window on
         self._arrivals, self._recorder, self._reducer = arrivals, recorder, reducer
         self._order = order
+        self._number = number
         self._seen: list[int] | None = None  # parameters, as their gradients arrive in round 1
         self._order_sent: Handle | None = None  # on its way from rank 0
         self.has_settled = False  # rounds need not ask any more: it is over, and nothing is sent
@@ -161,7 +163,7 @@ class Tuning:
     def told(self) -> str:
         """Returns the progress of the trials in words, or "" if there are none."""
         if self.trying is not None:
-            return self.trying.told()
+            return progress_text(self.trying.trials, num_steps=self.trying.num_steps)
         told = "sizes follow from the size of the model; others will be tried"
         return told if self.will_try else ""
 
@@ -190,7 +192,7 @@ class Tuning:
             block=config.block,
         )
         group = self._reducer.group.deciding
-        return Trying(trials, self._recorder, group, num_drops=self.num_drops)
+        return Trying(trials, self._recorder, group, number=self._number, num_drops=self.num_drops)
 
 
 def order_of(plan: Plan) -> list[int]:

@@ -14,6 +14,7 @@ from undertow.wire import AUTO
 
 _MIB = 1024 * 1024
 _SMALLEST, _LARGEST = float(_MIB), 25.0 * _MIB
+_LARGEST_SHARE = 1 / 8  # of all gradients, if that is more
 _GROWTH, _GROWTH_WITH_SHARDS = 1.5, 1.2
 _CRUMB = 1 / 32  # of the bytes of a neighbor
 
@@ -320,3 +321,14 @@ def equal_groups(
             sent_bytes += params[param].num_bytes
         groups += filter(None, stretches)
     return by_last_ready(groups, order)
+
+
+def is_too_large(plan: Plan) -> bool:
+    """Returns True if a bucket of several parameters is larger than 25 MiB and an eighth of all
+    gradients.
+
+    Larger buckets cost memory: a packed bucket holds its gradients twice.
+    """
+    total_bytes = sum(spec.num_bytes for spec in plan.params)
+    cap_bytes = max(_LARGEST, _LARGEST_SHARE * total_bytes)
+    return any(len(bucket.params) > 1 and bucket.num_bytes > cap_bytes for bucket in plan.buckets)

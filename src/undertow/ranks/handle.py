@@ -90,7 +90,7 @@ class Handle:
     def result(self) -> Tensor:
         """Waits for the tensor that the message brings, and returns it."""
         self.wait()
-        assert self._result is not None  # OwnGroup.all_gather and broadcast bring one
+        assert self._result is not None  # OwnGroup's messages with a name bring one
         return self._result
 
     def block_stream(self) -> None:

@@ -191,7 +191,9 @@ class OwnGroup:
         *,
         finish: Callable[[], object] | None = None,
     ) -> Handle:
-        """Starts to reduce `tensor` in place; reports call the wait for it `name`."""
+        """Starts to reduce `tensor` in place, which the handle brings; reports call the wait for it
+        `name`.
+        """
         with self.waiting():
             (work,) = self.all_reduce_async(tensor, op).works
         self.makes_call(name)

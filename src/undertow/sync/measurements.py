@@ -18,7 +18,7 @@ from undertow.engine.tuning import may_move, why_fixed
 from undertow.errors import PhaseError
 from undertow.ranks.transport import OwnGroup
 from undertow.sync.views import profile_of
-from undertow.tune import Explanation, explanation
+from undertow.tune import Explanation, explanation, trial_text
 from undertow.wire import AUTO
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig
         compiled.plan,
         why=_why(hooks, compiled, config),
         strategy=compiled.strategy.name,
-        trials=() if hooks.tuning is None else [str(trial) for trial in hooks.tuning.tried],
+        trials=() if hooks.tuning is None else hooks.tuning.tried,
     )
 
 
 def plans_not_tried(hooks: ParamHooks) -> tuple[str, ...]:
     """Returns a text for each plan that could not be tried, because of memory for example."""
     tried = () if hooks.tuning is None else hooks.tuning.tried
-    return tuple(str(trial) for trial in tried if trial.failure)
+    return tuple(trial_text(trial) for trial in tried if trial.failure)
 
 
 def _why(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> str:

@@ -1,13 +1,15 @@
 """Explains in words and numbers why the plan is as it is."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from undertow.plan import Plan, Wires
 from undertow.plan.owners import totals_by_rank, update_work
 from undertow.shown import Shown, cell, with_experts
-from undertow.tune.trials import formats_text
+from undertow.tune.trials import Trial, Trials, Verdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +55,7 @@ class Explanation(Shown):
         else:
             for index, wire in enumerate(self.wires):
                 sizes[index] += "" if wire is None else f" ({wire})"
-        number = f"{len(sizes)} bucket{'' if len(sizes) == 1 else 's'}"
+        number = _counted(len(sizes), "bucket")
         if len(sizes) > _MOST_SIZES:
             half = _MOST_SIZES // 2
             sizes[half:-half] = ["..."]
@@ -75,7 +77,9 @@ class Explanation(Shown):
         return with_experts(map(cell, self._lines()), self.experts)
 
 
-def explanation(plan: Plan, *, why: str, strategy: str, trials: Sequence[str] = ()) -> Explanation:
+def explanation(
+    plan: Plan, *, why: str, strategy: str, trials: Sequence[Trial] = ()
+) -> Explanation:
     """Explains `plan`, which is in force after these trials."""
     return Explanation(
         num_ranks=plan.num_ranks,
@@ -83,9 +87,56 @@ def explanation(plan: Plan, *, why: str, strategy: str, trials: Sequence[str] = 
         bucket_mb=tuple(bucket.num_bytes / 1e6 for bucket in plan.buckets),
         wires=plan.wires,
         why=why,
-        trials=tuple(trials),
+        trials=tuple(map(trial_text, trials)),
         owners=_owners_of(plan),
     )
+
+
+def trial_text(trial: Trial) -> str:
+    """Returns the candidate, its median step so far, and the median under the present plan."""
+    candidate = _plan_text(trial.plan)
+    if trial.failure:
+        return f"{candidate}: {trial.failure}"
+    present_ms, candidate_ms = trial.times_ms[::2], trial.times_ms[1::2]
+    if not candidate_ms:
+        return f"{candidate}: not measured yet"
+    before = f"{median(present_ms):.1f} ms before"
+    return f"{candidate}: {median(candidate_ms):.1f} ms, {before}, {trial.verdict.value}"
+
+
+def progress_text(trials: Trials, *, num_steps: int) -> str:
+    """Returns the progress of trials that have taken so many steps."""
+    plans = _counted(len(trials.tried), "other plan")
+    if trials.stopped:
+        return f"trials have ended after {num_steps} steps: {trials.stopped}"
+    if not trials.are_over:
+        return f"trials are under way: {num_steps} steps, {plans} so far"
+    if any(trial.verdict is Verdict.TAKEN for trial in trials.tried):
+        return f"its steps were the fastest: {plans} tried in {num_steps} steps"
+    if not trials.tried:
+        return "no other plan is worth a trial"
+    return f"{plans} tried in {num_steps} steps, none 2 % faster"
+
+
+def formats_text(wires: Wires) -> str:
+    """Returns ", all in int8" or ", 3 of them in int8"; empty in full width."""
+    numbers = Counter(filter(None, wires))
+    return "".join(
+        f", {'all' if number == len(wires) else f'{number} of them'} in {wire}"
+        for wire, number in numbers.items()
+    )
+
+
+def _plan_text(plan: Plan) -> str:
+    """Returns, for example, "4 buckets, the last one of 0.73 MB, all in int8"."""
+    text = _counted(len(plan.buckets), "bucket")
+    if len(plan.buckets) > 1:
+        text += f", the last one of {plan.buckets[-1].num_bytes / 1e6:.2f} MB"
+    return text + formats_text(plan.wires)
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _owners_of(plan: Plan) -> str:

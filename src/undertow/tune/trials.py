@@ -7,33 +7,30 @@ Reasons, and what the rule does on recorded steps: docs/design/tuning.md.
 """
 
 import math
-from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate, pairwise
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 
-from undertow.plan import Groups, Plan, Wires, equal_groups, plan_from_groups
+from undertow.plan import Groups, Plan, equal_groups, is_too_large, plan_from_groups
 from undertow.wire import AUTO_WIRE
 
 MOST_CANDIDATES = 6
 # A candidate must be faster than the present plan by this share, in the mean over pairs.
 LEAST_GAIN = 0.02
 # A one-sided Student's t-test at 0.01 % must confirm it: critical values for 4, 5, ... pairs.
-# A trial looks up to 13 times, two or more candidates are tried, and the windows of a busy machine
+# A trial looks up to 15 times, two or more candidates are tried, and the windows of a busy machine
 # are not independent; so a plan that is not better is taken in less than one run of a hundred.
 _BEYOND_DOUBT = (
     *(22.20, 13.03, 9.68, 8.02, 7.06, 6.44, 6.01),
-    *(5.69, 5.45, 5.26, 5.11, 4.99, 4.88),
+    *(5.69, 5.45, 5.26, 5.11, 4.99, 4.88, 4.79, 4.71),
 )
 _LEAST_PAIRS = 4
 _MOST_PAIRS = _LEAST_PAIRS + len(_BEYOND_DOUBT) - 1
 _HOPELESS = 0.10  # a first window that is longer by this share is the last one
 # Pairs that agree by chance are not more certain than windows of a quiet machine (0.4 %).
 _LEAST_SPREAD = 0.004
-# Larger buckets cost memory: a packed bucket holds its gradients twice.
-_LEAST_CAP_BYTES, _LARGEST_SHARE = 25 * 2**20, 8
 # The last bucket relative to the others. It is sent after backward, so nothing hides it.
 _SMALL, _WHOLE = 0.25, 1.0
 _LAST_BYTES = 0.25  # of all: the last buckets, which `wire="auto"` tries in int8 alone
@@ -77,7 +74,6 @@ class Trial:
     """A candidate, and the median step of each window so far."""
 
     plan: Plan
-    label: str
     # of windows in turn, in milliseconds: the first one ran under the present plan
     times_ms: list[float] = field(default_factory=list)
     verdict: Verdict = Verdict.GO_ON
@@ -87,15 +83,6 @@ class Trial:
     def is_next(self) -> bool:
         """True if the next window is the candidate's."""
         return len(self.times_ms) % 2 == 1
-
-    def __str__(self) -> str:
-        if self.failure:
-            return f"{self.label}: {self.failure}"
-        present_ms, candidate_ms = self.times_ms[::2], self.times_ms[1::2]
-        if not candidate_ms:
-            return f"{self.label}: not measured yet"
-        before = f"{median(present_ms):.1f} ms before"
-        return f"{self.label}: {median(candidate_ms):.1f} ms, {before}, {self.verdict.value}"
 
 
 class Trials:
@@ -126,7 +113,7 @@ class Trials:
         self.stopped = ""  # why they ended before their time
         self._order, self._block = order, block
         self._search = self._candidates(tries_formats=tries_formats, keeps_buckets=keeps_buckets)
-        next(self._search)
+        self._begin_next()
 
     @property
     def plan(self) -> Plan:
@@ -142,16 +129,16 @@ class Trials:
 
     def window_ends(self, time_ms: float) -> None:
         """Called after a window under `plan` with the median of its steps."""
-        trial, was_candidate = self.tried[-1], self.tried[-1].is_next
+        trial = self.tried[-1]
         trial.times_ms.append(time_ms)
         trial.verdict = verdict(trial.times_ms[::2], trial.times_ms[1::2])
         if trial.verdict is Verdict.GO_ON:
             return
         if trial.verdict is Verdict.TAKEN:
             self.present = trial.plan
-        next(self._search)
-        if trial.verdict is Verdict.KEPT and not was_candidate and not self.are_over:
-            # The present plan's last window is the first one of the next trial.
+        self._begin_next()
+        if trial.verdict is Verdict.KEPT and trial.is_next and not self.are_over:
+            # This window, of the present plan, is the first one of the next trial.
             self.tried[-1].times_ms.append(time_ms)
 
     def fail(self, reason: str) -> None:
@@ -167,56 +154,56 @@ class Trials:
         """Ends the trials before their time. The present plan stays."""
         self.are_over, self.stopped = True, reason
 
-    def _candidates(
-        self, *, tries_formats: bool, keeps_buckets: bool
-    ) -> Generator[None, None, None]:
-        """Begins one trial after the other, and stops at each until its verdict."""
-        same = "the same buckets"
+    def _begin_next(self) -> None:
+        """Begins the trial of the next candidate that is worth one."""
+        for plan in self._search:
+            if self._is_worth_a_trial(plan) and len(self.tried) < MOST_CANDIDATES:
+                self.tried.append(Trial(plan))
+                return
+        self.are_over = True
+
+    def _is_worth_a_trial(self, plan: Plan) -> bool:
+        """Returns True unless the plan is known or takes too much memory."""
+        known = (self.present, *(trial.plan for trial in self.tried))
+        if any(plan.is_alike(other.groups, other.wires) for other in known):
+            return False
+        return plan.groups == self.present.groups or not is_too_large(plan)
+
+    def _candidates(self, *, tries_formats: bool, keeps_buckets: bool) -> Iterator[Plan]:
+        """Yields one plan after the other. If it was taken, it is `present` afterwards."""
         if tries_formats:
             every = [AUTO_WIRE] * len(self.present.buckets)
-            yield from self._try(self.present.groups, every, same)
-            yield from self._try(self.present.groups, _wires_of_last(self.present), same)
-        if not keeps_buckets:
-            yield from self._sizes()
-        self.are_over = True
-        yield
-
-    def _sizes(self) -> Generator[None, None, None]:
+            yield self._planned(self.present.groups, every)
+            yield self._planned(self.present.groups, _wires_of_last(self.present))
+        if keeps_buckets:
+            return
         first = self.present
         for factor in (0.5, 2.0):
-            helps = True
+            helps = self.present is first  # otherwise the other direction has helped
             while helps:
-                num_buckets = round(len(self.present.buckets) * factor)
-                helps = yield from self._try_equal(num_buckets, last_share=_SMALL)
-            if self.present is not first:
-                break
-        yield from self._try_equal(len(self.present.buckets), last_share=_WHOLE)
+                num_buckets = max(1, round(len(self.present.buckets) * factor))
+                plan = self._equal_buckets(num_buckets, last_share=_SMALL)
+                yield plan
+                helps = self.present is plan
+        yield self._equal_buckets(len(self.present.buckets), last_share=_WHOLE)
 
-    def _try_equal(self, num_buckets: int, *, last_share: float) -> Generator[None, None, bool]:
-        """Tries equal buckets. Each has the format of its last parameter in the present plan."""
+    def _equal_buckets(self, num_buckets: int, *, last_share: float) -> Plan:
+        """Returns a plan whose buckets have the format of their last parameter in the present
+        plan."""
         present = self.present
         groups = equal_groups(
-            present.params, self._order, num_buckets=max(1, num_buckets), last_share=last_share
+            present.params, self._order, num_buckets=num_buckets, last_share=last_share
         )
         wire_of = {
             param: wire
             for group, wire in zip(present.groups, present.wires, strict=True)
             for param in group
         }
-        label = f"{len(groups)} bucket{'' if len(groups) == 1 else 's'}"
-        if last_share != _WHOLE and len(groups) > 1:
-            label += f", the last one {last_share:g} of the others"
-        return (yield from self._try(groups, [wire_of[group[-1]] for group in groups], label))
+        return self._planned(groups, [wire_of[group[-1]] for group in groups])
 
-    def _try(
-        self, groups: Groups, wires: Sequence[str | None], label: str
-    ) -> Generator[None, None, bool]:
-        """Begins the trial of a candidate unless it is known or too large.
-
-        Returns True if it was taken.
-        """
+    def _planned(self, groups: Groups, wires: Sequence[str | None]) -> Plan:
         present = self.present
-        plan = plan_from_groups(
+        return plan_from_groups(
             present.params,
             groups,
             num_ranks=present.num_ranks,
@@ -224,23 +211,6 @@ class Trials:
             wires=wires,
             block=self._block,
         )
-        known = (present, *(trial.plan for trial in self.tried))
-        is_known = any(plan.is_alike(other.groups, other.wires) for other in known)
-        is_too_large = groups != present.groups and _is_too_large(plan)
-        if is_known or is_too_large or len(self.tried) == MOST_CANDIDATES:
-            return False
-        self.tried.append(Trial(plan, label + formats_text(plan.wires)))
-        yield
-        return self.present is plan
-
-
-def formats_text(wires: Wires) -> str:
-    """Returns ", all in int8" or ", 3 of them in int8"; empty in full width."""
-    numbers = Counter(filter(None, wires))
-    return "".join(
-        f", {'all' if number == len(wires) else f'{number} of them'} in {wire}"
-        for wire, number in numbers.items()
-    )
 
 
 def _wires_of_last(plan: Plan) -> list[str | None]:
@@ -248,8 +218,3 @@ def _wires_of_last(plan: Plan) -> list[str | None]:
     ends = list(accumulate(bucket.num_bytes for bucket in plan.buckets))
     wide_bytes = (1 - _LAST_BYTES) * ends[-1]
     return [AUTO_WIRE if end > wide_bytes else None for end in ends]
-
-
-def _is_too_large(plan: Plan) -> bool:
-    cap = max(_LEAST_CAP_BYTES, sum(spec.num_bytes for spec in plan.params) / _LARGEST_SHARE)
-    return any(len(bucket.params) > 1 and bucket.num_bytes > cap for bucket in plan.buckets)

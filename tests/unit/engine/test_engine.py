@@ -788,7 +788,7 @@ def test_a_candidate_that_a_rank_has_no_memory_for_is_left_out_on_all(refuses: R
         told.append(str(training.sync.explain()))
         assert len({*training.rank.gather(training.sync.plan.to_json())}) == 1
 
-    with mock.patch.object(Layout, "live_buckets", live_buckets), mock.patch.object(trials, "_is_too_large", return_value=False):
+    with mock.patch.object(Layout, "live_buckets", live_buckets), mock.patch.object(trials, "is_too_large", return_value=False):
         assert errors_of(2, train, bucket_cap_mb=None) == ["", ""]
     assert told[0] == told[1]
     assert f"rank {refuses.rank} could not make its buckets" in told[0]

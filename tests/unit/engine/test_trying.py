@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from undertow.engine.trying import MOST_WAITS, NUM_FIRST_STEPS, NUM_STEPS_COUNTED, Trying
+from undertow.engine.trying import NUM_FIRST_STEPS, NUM_STEPS_COUNTED, Trying
 from undertow.plan import ParamSpec, Plan, plan_from_groups
-from undertow.tune import Trials, Verdict
+from undertow.tune import Trials, Verdict, progress_text, trial_text
 
 NUM_ROUNDS = NUM_STEPS_COUNTED + 2  # of a window
-NAMES = count(1000)  # of ranks that no other test has
+RANKS = count(1000)  # of the world, that no other test has
+NUMBERS = count()  # of models, in the order in which they are made
 
 
 class Group:
@@ -23,12 +24,13 @@ class Group:
     device = torch.device("cpu")
 
     def __init__(self, other: Callable[[list[float]], list[float]] = lambda values: values) -> None:
-        self.name, self.other = next(NAMES), other
+        self.rank, self.other = 0, other
+        self.user = SimpleNamespace(ranks=[next(RANKS)])
 
     def all_reduce(self, values: torch.Tensor, _name: str, op: object) -> Any:
         assert op is dist.ReduceOp.MAX
         values.copy_(values.maximum(values.new_tensor(self.other(values.tolist()))))
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(result=lambda: values)
 
 
 class Clock:
@@ -52,7 +54,13 @@ class Run:
         self.plan = plan_from_groups(specs, [[at] for at in range(8)], num_ranks=2)
         self.clock = Clock()
         trials = Trials(self.plan, range(8), tries_formats=tries_formats)
-        self.trying = Trying(trials, self.clock, group or Group(), num_drops=num_drops)  # type: ignore[arg-type]
+        self.trying = Trying(
+            trials,
+            self.clock,  # type: ignore[arg-type]
+            group or Group(),  # type: ignore[arg-type]
+            number=next(NUMBERS),
+            num_drops=num_drops,
+        )
 
     def step(self, step_ms: float = 600.0, *, num_forwards: int = 1) -> Plan:
         """Runs a step unless trials are over. Returns the plan of the next one."""
@@ -65,6 +73,10 @@ class Run:
     def times_ms(self) -> list[float]:
         """Of the windows of the first trial."""
         return self.trying.trials.tried[0].times_ms
+
+    @property
+    def told(self) -> str:
+        return progress_text(self.trying.trials, num_steps=self.trying.num_steps)
 
 
 def test_the_median_of_five_steps_counts_and_the_step_of_a_move_does_not() -> None:
@@ -89,8 +101,8 @@ def test_the_first_steps_in_a_format_do_not_decide() -> None:
         slow = 0 < num_in_format <= NUM_FIRST_STEPS + 1
         run.step((900.0 if slow else 400.0) if any(run.plan.wires) else 600.0)
     first = run.trying.trials.tried[0]
-    assert "int8" in str(first)
-    assert first.verdict is Verdict.TAKEN, str(first)
+    assert "int8" in trial_text(first)
+    assert first.verdict is Verdict.TAKEN, trial_text(first)
 
 
 def test_a_window_that_is_forgotten_begins_again() -> None:
@@ -124,7 +136,7 @@ def test_a_step_of_another_length_drops_the_trial_which_begins_again_once(is_her
     assert run.times_ms == [600.0]
     for _ in range(NUM_ROUNDS):
         run.step(num_forwards=2)  # all of this window: of another length than the one before
-    assert run.trying.told() == "trials have ended after 35 steps: steps have accumulated more or fewer backwards again"
+    assert run.told == "trials have ended after 35 steps: steps have accumulated more or fewer backwards again"
     assert run.plan is run.trying.trials.present
 
 
@@ -156,41 +168,54 @@ def test_trials_end_if_torch_is_to_be_deterministic() -> None:
     for _ in range(NUM_ROUNDS):
         run.step()
     assert run.plan is first
-    assert run.trying.told().endswith(": torch.use_deterministic_algorithms is on, and another plan rounds differently")
+    assert run.told.endswith(": torch.use_deterministic_algorithms is on, and another plan rounds differently")
 
 
-def test_a_model_waits_while_another_one_of_its_rank_tries_plans() -> None:
+@pytest.mark.parametrize("is_earlier_first", [True, False])
+def test_a_model_waits_while_one_that_was_made_earlier_tries_plans(is_earlier_first: bool) -> None:
+    """In either order of their rounds: in one backward, ranks may reach two models in opposite orders."""
     group = Group()
-    first, second = Run(group), Run(group)
+    earlier, later = Run(group), Run(group)
     for _ in range(NUM_ROUNDS * 4):
-        first.step()
-        second.step()
-    assert (len(first.times_ms), len(second.times_ms)) == (4, 0)
-    for _ in range(2 * NUM_ROUNDS):
-        second.step()  # the first one is not trained any more
-    assert len(second.times_ms) == 1
+        for run in (earlier, later) if is_earlier_first else (later, earlier):
+            run.step()
+    assert (len(earlier.times_ms), len(later.times_ms)) == (4, 0)
+    for _ in range(3 * NUM_ROUNDS):
+        later.step()  # the other one is not trained any more
+    assert len(later.times_ms) == (3 if is_earlier_first else 2)
 
 
-def test_models_that_ranks_take_in_different_orders_wait_for_each_other_once() -> None:
-    waits = iter([1.0, 0.0, 0.0])
-    run = Run(Group(lambda values: [*values[:3], next(waits), 0.0]))
+def test_a_model_does_not_wait_for_one_whose_trials_are_over() -> None:
+    group = Group()
+    earlier, later = Run(group), Run(group)
+    earlier.trying.trials.stop("a reason")
+    for _ in range(NUM_ROUNDS):
+        earlier.step()
+        later.step()
+    assert len(later.times_ms) == 1
+
+
+def test_no_model_waits_under_a_candidate() -> None:
+    """One that was made earlier may begin to try plans later: it was frozen, for example."""
+    group = Group()
+    earlier, later = Run(group), Run(group)
+    present = later.plan
+    for _ in range(NUM_ROUNDS):
+        later.step()
+    assert later.plan is not present
+    for _ in range(NUM_ROUNDS):
+        earlier.step()
+        later.step()
+    assert later.plan is present
+    assert (later.times_ms, later.trying.num_drops) == ([], 0)
+
+
+def test_a_window_that_does_not_count_on_some_rank_is_repeated_on_all() -> None:
+    does_not_count = iter([1.0, 0.0])
+    run = Run(Group(lambda values: [*values[:3], next(does_not_count), 0.0]))
     for _ in range(NUM_ROUNDS):
         run.step()
     assert run.times_ms == []
     for _ in range(NUM_ROUNDS):
         run.step()
     assert run.times_ms == [600.0]
-
-
-def test_models_that_always_wait_for_each_other_stop_their_trials() -> None:
-    """In one backward, ranks may give two models their turns in opposite orders, in every window."""
-    run = Run(Group(lambda values: [*values[:3], 1.0, 0.0]))
-    first = run.plan
-    for _ in range(NUM_ROUNDS * MOST_WAITS - 1):
-        run.step()
-    assert not run.trying.trials.are_over
-    assert run.step() is first
-    assert (
-        run.trying.told() == "trials have ended after 700 steps: it was the turn of another model of the process for 100 windows"
-    )
-    assert run.times_ms == []

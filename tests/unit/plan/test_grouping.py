@@ -18,8 +18,10 @@ from undertow.plan import (
     default_caps,
     first_plan,
     group_by_size,
+    is_too_large,
     largest_first,
     observed,
+    plan_from_groups,
     plan_in_order,
     reverse_registration,
 )
@@ -144,6 +146,22 @@ def test_with_shards_a_crumb_next_to_a_large_parameter_has_no_bucket_of_its_own(
     # trials find larger buckets, and sizes that were asked for stay
     assert groups_of([2000, 40, 2000], has_shards=False) == ["0", "1", "2"]
     assert groups_of([2000, 40, 2000], bucket_cap_mb=1.0) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("sizes_mib", "is_large"),
+    [
+        ([12, 13], False),
+        ([13, 13], True),
+        ([26], False),  # a single parameter has to be sent
+        ([24, 24, 336], False),  # an eighth of all is more than 25 MiB
+        ([24, 25, 336], True),
+    ],
+)
+def test_a_bucket_of_several_parameters_that_takes_much_memory_is_too_large(sizes_mib: list[int], is_large: bool) -> None:
+    params = specs_of_sizes(*(size * MIB for size in sizes_mib))
+    groups = [range(min(2, len(params))), range(2, len(params))]
+    assert is_too_large(plan_from_groups(params, list(filter(None, groups)), num_ranks=2)) == is_large
 
 
 PARAMS = specs_of_sizes(*(size * MIB for size in (3, 1, 4, 2, 1)))
