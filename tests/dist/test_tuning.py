@@ -314,6 +314,29 @@ def test_models_of_one_process_try_plans_one_after_the_other() -> None:
 
 @pytest.mark.deep
 @in_ranks(2)
+def test_models_that_ranks_reach_in_opposite_orders_try_plans_one_after_the_other() -> None:
+    """With two models in one backward: the one that was made first begins, on every rank."""
+    with (
+        scripted(one_each),
+        contextlib.closing(DistributedDataParallel(stack())) as first,
+        contextlib.closing(DistributedDataParallel(stack())) as second,
+    ):
+        order = [first, second] if dist.get_rank() == 0 else [second, first]
+        opt = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3)
+        moved_at: dict[str, int] = {}
+        for step in range(2 * UNTIL_A_MOVE + 10):
+            opt.zero_grad()
+            sum(loss_of_stack(model, step) for model in order).backward()
+            opt.step()
+            for name, ddp in (("first", first), ("second", second)):
+                if ddp.plan.groups == one_each(ddp.plan):
+                    moved_at.setdefault(name, step)
+    assert of_all_ranks(moved_at) == [moved_at] * 2
+    assert moved_at["first"] < moved_at["second"]
+
+
+@pytest.mark.deep
+@in_ranks(2)
 def test_parameters_that_change_in_the_middle_of_trials_have_trials_of_their_own_once() -> None:
     with training(stack(), "ddp") as (ddp, opt):
         told = []
