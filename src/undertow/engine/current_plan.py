@@ -99,8 +99,6 @@ class CurrentPlan:
         self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
         self.is_leaving = False  # it is about to rebuild
-        # parameters of the plan, by id, that the last forward has found frozen or gone
-        self._left: frozenset[int] = frozenset()
         self.placements = KeptPlacements(group.waiting)
         self.compiled: CompiledPlan
         self.hooks: ParamHooks
@@ -152,7 +150,6 @@ class CurrentPlan:
         """
         self.is_stale = False
         if self.members.has_changed():
-            self._left = self.hooks.ids
             self._set_change(begins_forward=True)
 
     def find_change(self) -> None:
@@ -174,20 +171,23 @@ class CurrentPlan:
         hooks, compiled = self.hooks, self.compiled
         reducer = compiled.reducer if self.change is None else self.change.reducer
         present = self.members.named_params()
+        # Parameters leave the plan at a forward only. After it, those leave that it has found
+        # frozen or gone.
+        kept = hooks.ids if self.change is None else self.change.ids
+        leaving = hooks.ids if begins_forward else hooks.ids - kept
         accumulated = hooks.ids_of(hooks.arrived_before)
-        # A parameter that is trained again has not left. A frozen one with an accumulated gradient
-        # stays for one more round.
-        staying = (
+        # A parameter that is trained again does not leave. A frozen one with an accumulated
+        # gradient stays for one more round.
+        leaving = leaving.difference(
             id(param) for _, param in present if param.requires_grad or id(param) in accumulated
         )
-        self._left = self._left.difference(staying)
         try:
             require_distributed_before(hooks.named_params, present)
-            named_params = self.members.trained(also=(hooks.ids - self._left).union(hooks.outside))
+            named_params = self.members.trained(also=(hooks.ids - leaving).union(hooks.outside))
             gone = hooks.ids.difference(id(param) for _, param in named_params)
             # A parameter that is only gone, maybe lent for a call, stays in the plan until a
             # forward finds that it has left.
-            has_others = bool(gone & self._left) or not self._has_all(named_params, of=compiled)
+            has_others = bool(gone & leaving) or not self._has_all(named_params, of=compiled)
             change = None
             if has_others or reducer.hook is not compiled.reducer.hook:
                 change = self._planned(named_params, reducer)
@@ -199,7 +199,7 @@ class CurrentPlan:
             raise
         # A parameter that stays in the plan for its turn leaves it when a forward finds it frozen,
         # or gone, still.
-        self.members.is_unseen = bool(gone - self._left) or not all(
+        self.members.is_unseen = bool(gone - leaving) or not all(
             param.requires_grad for _, param in named_params
         )
         if self.is_active:
@@ -267,7 +267,7 @@ class CurrentPlan:
         hooks.close()
         self._put_in_force(change, before=self.compiled)
         self.hooks.arrived_before |= self.hooks.indices(arrived)
-        self.change, self._left = None, frozenset()
+        self.change = None
         self.members.read_again()
         self._apply_factor()
         if self.shards is not None:
