@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import cases, host_overhead, outer, quality
 from benchmarks.part import Row, Table, markdown_table

@@ -129,7 +129,7 @@ def measure_runs(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Returns losses on held-out text as means over seeds, and in percent above those in full width, with the range over seeds."""
+    """Returns losses on held-out text, means over seeds, and in percent above those in full width, with the range over seeds."""
     above = percent_above(rows, FULL_WIDTH)
     ranks = sorted({row["ranks"] for row in rows})
     head = [text for number in ranks for text in (f"loss, {number} ranks", f"above {FULL_WIDTH}, %")]

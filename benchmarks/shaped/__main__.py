@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", default="gpt", metavar="NAME[@SCALE]", help=", ".join(NAMES))
     parser.add_argument(
-        "--link", default="1gbit", choices=[*SHAPES, LOOPBACK], help=f"{LOOPBACK} is this machine's own: it only shows that it works"
+        "--link", default="1gbit", choices=[*SHAPES, LOOPBACK], help=f"{LOOPBACK} needs no root: to see that it works"
     )
     parser.add_argument("--ranks", type=int, choices=range(2, 65), default=2, metavar="N", help="2 to 64")
     parser.add_argument(
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each round, at most: a slow system has 20 s")
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH", help="another source tree of the library")
     parser.add_argument("--explain", action="store_true", help="print what explain() says at the end, system by system")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step of every rank, in ms, and Undertow's profiles")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step of every rank, and Undertow's profiles")
     return parser
 
 

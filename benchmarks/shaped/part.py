@@ -124,9 +124,7 @@ def table(rows: Sequence[Row]) -> Table:
     return by_system(rows, list(_SYSTEMS), lambda steps, system: f"{steps[system]:.0f}")
 
 
-def by_system(
-    rows: Sequence[Row], places: Sequence[tuple[str, str]], text: Callable[[Mapping[str, float], str], str]
-) -> Table:
+def by_system(rows: Sequence[Row], places: Sequence[tuple[str, str]], text: Callable[[Mapping[str, float], str], str]) -> Table:
     """Returns a line for each system of these workloads and links, without single bucket sizes."""
     steps = {place: found for place in places if (found := steps_of(rows, *place))}
     titles = {row["system"]: row["title"] for row in rows if (row["workload"], row["link"]) in steps}

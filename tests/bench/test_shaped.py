@@ -106,7 +106,9 @@ def test_the_first_row_of_the_readme_is_the_changed_import_alone_whatever_it_say
     }.items(),
     ids=lambda it: ",".join(it) if isinstance(it, tuple) else "",
 )
-def test_a_name_that_does_not_exist_is_an_error(arguments: tuple[str, str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_does_not_exist_is_an_error(
+    arguments: tuple[str, str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"benchmarks shaped: {error}")
 
@@ -151,8 +153,9 @@ def test_every_system_of_a_peer_trains_right(environment: str) -> None:
 @pytest.mark.usefixtures("forked")
 def test_the_simulator_is_compared_with_a_run_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = tmp_path / "steps.json"
-    asked = ["--workload", "replay@0.05", "--link", LOOPBACK, "--systems", "ours-untuned,ddp-4mb", "--rounds", "1", "--steps", "6"]
-    assert command.main([*asked, "--json", str(written)]) == 0
+    systems = "ours-untuned,ddp-4mb"
+    asked = ["--workload", "replay@0.05", "--link", LOOPBACK, "--systems", systems, "--rounds", "1", "--json", str(written)]
+    assert command.main(asked) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["system", "ours-untuned", "ddp-4mb"]
     assert fidelity.main([str(written)]) in (0, 1)
     assert "From their own profile: of 1 predictions" in capsys.readouterr().out

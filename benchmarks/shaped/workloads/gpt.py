@@ -20,9 +20,7 @@ class _Block(nn.Module):
         self.attention_norm = nn.LayerNorm(_WIDTH)
         self.query_key_value = nn.Linear(_WIDTH, 3 * _WIDTH)
         self.attention_out = nn.Linear(_WIDTH, _WIDTH)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
-        )
+        self.mlp = nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, _NUM_HEADS, -1))
