@@ -54,7 +54,7 @@ def measure(how: Run) -> list[Row]:
     if missing is not None:
         raise NoNamespaces(f"shaped links cannot be made here: {missing}")
     remove_abandoned()
-    kept = how.out / NAME
+    kept = how.out / (f"{NAME}-quick" if how.is_quick else NAME)  # a long run is not overwritten
     kept.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for workload, link in _QUICK if how.is_quick else _SYSTEMS:
