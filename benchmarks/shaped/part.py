@@ -57,14 +57,14 @@ def measure(how: Run) -> list[Row]:
     kept = how.out / (f"{NAME}-quick" if how.is_quick else NAME)  # a long run is not overwritten
     kept.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for workload, link in _QUICK if how.is_quick else _SYSTEMS:
-        course = _course(workload, link, is_quick=how.is_quick)
+    for (workload, link), names in (_QUICK if how.is_quick else _SYSTEMS).items():
+        course = _course(workload, link, names, is_quick=how.is_quick)
         rows += _rows_of_course(course, kept / f"{workload}-{link}.json", how)
     return rows
 
 
-def _course(workload: str, link: str, *, is_quick: bool) -> Course:
-    contenders = chosen((_QUICK if is_quick else _SYSTEMS)[workload, link], {})
+def _course(workload: str, link: str, names: str, *, is_quick: bool) -> Course:
+    contenders = chosen(names, {})
     if is_quick:
         contenders = tuple(replace(each, num_settling=_QUICK_SETTLING) for each in contenders)
     return Course(
@@ -81,6 +81,9 @@ def _course(workload: str, link: str, *, is_quick: bool) -> Course:
 def _rows_of_course(course: Course, kept: Path, how: Run) -> list[Row]:
     if not (how.resumes and kept.exists()):
         timed = run(course, how.tell)
+        for each in timed:
+            if each.error is not None:
+                how.tell(each.error)
         steps = [each.to_dict() for each in timed]
         kept.write_text(json.dumps({"rows": rows_of(course, timed), "steps": steps}) + "\n", encoding="utf-8")
     rows: list[Row] = json.loads(kept.read_text(encoding="utf-8"))["rows"]
