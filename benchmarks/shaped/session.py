@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import tempfile
 import time
@@ -26,6 +27,7 @@ from benchmarks.shaped.environments import python_of, why_absent
 HERE = Path(undertow.__file__).parents[1]  # the folder of the library that is on the path
 _ROOT = Path(__file__).parents[2]
 _SILENCE_S = 1800.0  # for one turn, or to build and settle: then the ranks are given up
+_GRACE_S = 0.5  # until processes that have closed their pipes have ended
 _LOG_LINES = 15
 
 
@@ -127,12 +129,21 @@ class Session:
             for pipe in readable:
                 index, line = waiting.pop(pipe), pipe.readline()
                 if not line:
-                    raise self._failure(f"rank {index} has ended", index)
+                    raise self._end_of(index)
                 found[index] = json.loads(line)
         return [found[index] for index in sorted(found)]
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank-{rank}.log"
+
+    def _end_of(self, rank: int) -> RankFailed:
+        """Returns the error if the pipe of `rank` has ended; names a killed rank, which the others complain about."""
+        time.sleep(_GRACE_S)
+        killed = [index for index, each in enumerate(self._ranks) if (each.poll() or 0) < 0]
+        if not killed:
+            return self._failure(f"rank {rank} has ended", rank)
+        code = self._ranks[killed[0]].returncode
+        return self._failure(f"rank {killed[0]} was killed by {signal.Signals(-code).name}", killed[0])
 
     def _failure(self, why: str, rank: int) -> RankFailed:
         """Ends the ranks; returns the error, with the end of the log of `rank`."""

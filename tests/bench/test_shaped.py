@@ -121,7 +121,7 @@ RIGHT = (
 )
 FAILING = {
     "forgets to average": "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not",
-    "dies": "dies: rank 1 has ended. The end of its log:\nthe last line of rank 1",
+    "dies": "dies: rank 1 was killed by SIGKILL. The end of its log:\nthe last line of rank 1",
     "cannot be imported": "ModuleNotFoundError: No module named 'no_such_package'",
     "has no environment": "no virtual environment .venv-peers/never-made; make bench-peers makes it",
 }
