@@ -185,7 +185,7 @@ def _sent_by_an_all_reduce(_rank: int) -> float:
 
 
 @pytest.mark.root
-@pytest.mark.usefixtures("needs_namespaces")
+@pytest.mark.usefixtures("needs_namespaces", "forked")
 def test_a_shaped_link_counts_the_bytes_of_each_rank() -> None:
     """An all-reduce between two ranks sends the tensor once each; headers and acknowledgements come on top."""
     assert 1.0 <= run_ranks(_sent_by_an_all_reduce, 2, link="1gbit") <= 1.1
