@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.figure import Row
+from benchmarks.part import Row
 
 
 def machine() -> Row:

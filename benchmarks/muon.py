@@ -1,4 +1,4 @@
-"""What whole matrices cost in shards: Muon with AdamW against AdamW, both as ZeRO-1, and against Muon with AdamW unsharded.
+"""The cost of whole matrices in shards: Muon with AdamW against AdamW, both as ZeRO-1, and against Muon with AdamW unsharded.
 
 All take a few steps each in turn, in the same four processes and over the same shaped link. Four ranks share the processors of
 one machine, so steps are timed with waits instead of arithmetic: the model replays the layers of a GPT, and Newton-Schulz waits
@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.figure import Figure, Row, Tell, row_where
-from benchmarks.matrix.links import INTERFACE
-from benchmarks.matrix.profile import Layer, Profile
-from benchmarks.matrix.turns import sent_bytes_of
-from benchmarks.matrix.workloads.replay import Replay, batch_of
+from benchmarks.links import sent_bytes
+from benchmarks.part import Part, Row, Run, Table
 from benchmarks.ranks import run_ranks
+from benchmarks.shaped.workloads.profiles import Layer
+from benchmarks.shaped.workloads.replay import Replay, batch_of
 from undertow import DistributedDataParallel, ShardedOptimizer
 from undertow.trace.step_report import StepReport
 
@@ -39,43 +38,30 @@ _FORWARD_US, _BACKWARD_US, _TOKENS = 120e3, 240e3, 8192  # times as of the workl
 _NEWTON_SCHULZ = "torch.optim._muon._zeropower_via_newtonschulz"
 
 
-def measure(is_quick: bool, tell: Tell) -> list[Row]:
-    """Measures; a row for each system."""
-    num_turns = 2 if is_quick else 10
-    tell(f"{_NUM_RANKS} ranks, {num_turns} turns of each system")
+def measure(how: Run) -> list[Row]:
+    """Returns a row for each system. Raises NoNamespaces."""
+    num_turns = 2 if how.is_quick else 10
+    how.tell(f"{_NUM_RANKS} ranks, {num_turns} turns of each system")
     rows: list[Row] = run_ranks(_measure_rank, _NUM_RANKS, num_turns, link=LINK)
     return rows
 
 
-def judge(rows: Sequence[Row]) -> list[Figure]:
-    plain, adamw, muon = (row_where(rows, system=name) for name in (PLAIN, ADAMW, MUON))
-    return [
-        _figure("step over ZeRO-1 with AdamW", muon["step_ms"] / adamw["step_ms"], 1.05),
-        _figure("the slowest rank's optimizer time over unsharded", muon["optimizer_ms"] / plain["optimizer_ms"], 0.35),
-        _figure("bytes over an all-reduce", muon["sent_mb"] / plain["sent_mb"], 1.01),
-        _figure(
-            "exposed time of the gathers over ZeRO-1 with AdamW",
-            muon["gather_exposed_ms"] / (adamw["gather_exposed_ms"] or 1.0),
-            1.05,
-        ),
-    ]
-
-
-def _figure(name: str, measured: float, bound: float) -> Figure:
-    return Figure(name=name, measured=measured, unit="x", at_most=bound)
+def table(rows: Sequence[Row]) -> Table:
+    """Returns a line for each system."""
+    head = ["system", "step, ms", "the slowest rank's optimizers, CPU ms", "sent, MB", "gathers, ms", "exposed of them, ms"]
+    return [head, *([str(value) for value in row.values()] for row in rows)]
 
 
 def _measure_rank(rank: int, num_turns: int) -> list[Row]:
     torch.manual_seed(0)
     bare, (x,) = _replayed(), batch_of(rank)
-    count_sent = sent_bytes_of(INTERFACE)
     models = {name: DistributedDataParallel(copy.deepcopy(bare)) for name in (PLAIN, ADAMW, MUON)}
     steps = {name: _step_of(name, model) for name, model in models.items()}
     times: dict[str, list[tuple[float, ...]]] = {name: [] for name in models}
     for _ in range(_NUM_WARMUP // _STEPS_OF_TURN + num_turns):
         for name, step in steps.items():
             dist.barrier()
-            began_bytes = count_sent()
+            began_bytes = sent_bytes()
             of_turn = []
             with mock.patch(_NEWTON_SCHULZ, partial(_waits, num_params=sum(map(torch.numel, bare.parameters())))):
                 for _ in range(_STEPS_OF_TURN):  # the first one has no gathers, and is not timed
@@ -83,7 +69,7 @@ def _measure_rank(rank: int, num_turns: int) -> list[Row]:
                     step(x)
                     of_turn.append(time.perf_counter() - began)
             models[name].wait()
-            sent = (count_sent() - began_bytes) / _STEPS_OF_TURN
+            sent = (sent_bytes() - began_bytes) / _STEPS_OF_TURN
             times[name] += [(step_s * 1e3, sent / 1e6) for step_s in of_turn[1:]]
     rows, reports = [], {name: model.report() for name, model in models.items()}
     for name, step in steps.items():
@@ -131,7 +117,7 @@ def _replayed() -> Replay:
         )
         for shapes in of_layers
     ]
-    model = Replay(Profile(name="gpt", layers=tuple(layers), source="Shapes of a GPT, times of the replay."))
+    model = Replay(tuple(layers))
     for block, shapes in zip(model.blocks, of_layers, strict=True):
         block.params = nn.ParameterList(torch.randn(shape) for shape in shapes)
     return model
@@ -161,3 +147,11 @@ def _step_of(name: str, model: DistributedDataParallel) -> Callable[[Tensor], fl
         return time.thread_time() - began
 
     return step
+
+
+PART = Part(
+    name="muon",
+    title="Whole matrices in shards: replayed layers of a GPT of 4.9 M parameters, 4 ranks, shaped 1 Gb/s link",
+    measure=measure,
+    table=table,
+)

@@ -1,4 +1,4 @@
-"""What a narrow wire changes in training: the demo's GPT on the text of Python's modules, from one start on the same batches.
+"""The loss of training with fewer bytes: the demo's GPT on the text of Python's modules, from one start on the same batches.
 
 The learning rate falls to nothing, so that the last losses hardly depend on the last batches. A control, whose first weight
 is moved by a millionth, shows how far two runs in full width drift apart by rounding alone.
@@ -14,7 +14,6 @@ import json
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.figure import Figure, Part, Row, Tell
-from benchmarks.matrix.systems.torch_ddp import with_hook
+from benchmarks.part import Part, Row, Run, Table
 from benchmarks.ranks import run_ranks
+from benchmarks.shaped.systems.torch_ddp import with_powersgd
 from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 from undertow.lab.demo.model import CONTEXT, Gpt
 from undertow.lab.demo.settings import load_corpus
@@ -36,7 +35,7 @@ NUM_STEPS, NUM_LAST = 1000, 50  # the last losses are averaged
 _BATCH, _NUM_VALIDATION = 4, 128  # sequences
 _TEXT_BYTES = 3 << 20  # of docstrings
 _HELD_OUT = 0.05  # of the text
-NAME, _RESULTS = "quality", "quality.jsonl"
+NAME = "quality"
 _RUN = ("variant", "ranks", "seed", "steps")
 
 
@@ -47,7 +46,6 @@ class Variant:
     config: Mapping[str, Any] = field(default_factory=dict)
     power_rank: int | None = None  # of torch's PowerSGD, with torch's wrapper
     nudge: float = 0.0  # the first weight is moved by this part of itself
-    bound: float | None = None  # percent of loss above full width at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,73 +93,58 @@ VARIANTS = {
     FULL_WIDTH: Variant(),
     "fp32, first weight moved": Variant(nudge=1e-6),
     "bfloat16": Variant(config={"wire": "bfloat16"}),
-    "int8": Variant(config={"wire": "int8"}, bound=0.3),
-    "int8, gathers int8 (zero1)": Variant(config={"strategy": "zero1", "wire": "int8", "param_wire": "int8"}, bound=0.5),
+    "int8": Variant(config={"wire": "int8"}),
+    "int8, gathers int8 (zero1)": Variant(config={"strategy": "zero1", "wire": "int8", "param_wire": "int8"}),
     "PowerSGD, rank 1": Variant(power_rank=1),
     "PowerSGD, rank 4": Variant(power_rank=4),
 }
 
 
-def part(out: Path, *, resumes: bool) -> Part:
-    """The study, which keeps its finished runs in `out`."""
-    return Part(
-        name=NAME,
-        title=f"Loss after {NUM_STEPS} steps: a GPT over bytes on Python's modules, {len(SEEDS)} seeds",
-        measure=partial(measure, out, resumes),
-        judge=judge,
-    )
-
-
-def measure(out: Path, resumes: bool, is_quick: bool, tell: Tell) -> list[Row]:
-    """A row for each variant, number of ranks and seed."""
-    num_steps = 20 if is_quick else NUM_STEPS
-    return measure_runs(out / _RESULTS, resumes, dict.fromkeys(RANKS, VARIANTS), SEEDS, modules(num_steps), tell)
+def measure(how: Run) -> list[Row]:
+    """Returns a row for each variant, number of ranks and seed."""
+    num_steps = 20 if how.is_quick else NUM_STEPS
+    return measure_runs(how, NAME, dict.fromkeys(RANKS, VARIANTS), SEEDS, modules(num_steps))
 
 
 def measure_runs(
-    kept: Path,
-    resumes: bool,
-    variants: Mapping[int, Mapping[str, Variant]],
-    seeds: Sequence[int],
-    task: Task,
-    tell: Tell,
+    how: Run, name: str, variants: Mapping[int, Mapping[str, Variant]], seeds: Sequence[int], task: Task
 ) -> list[Row]:
-    """A row for each seed, number of ranks and variant; finished runs are kept in a file."""
-    if kept.exists() and not resumes:
+    """Returns a row for each seed, number of ranks and variant; finished runs are kept in a file of this name."""
+    kept = how.out / f"{name}.jsonl"
+    if kept.exists() and not how.resumes:
         kept.replace(kept.with_stem(f"{kept.stem}.previous"))
     lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
     done = {tuple(row[key] for key in _RUN): row for row in map(json.loads, lines)}
-    wanted = [(name, ranks, seed, task.num_steps) for seed in seeds for ranks in variants for name in variants[ranks]]
+    wanted = [(variant, ranks, seed, task.num_steps) for seed in seeds for ranks in variants for variant in variants[ranks]]
     for number, run in enumerate(wanted, start=1):
         if run in done:
             continue
-        name, ranks, seed, _ = run
-        tell(f"run {number} of {len(wanted)}: {name}, {ranks} ranks, seed {seed}")
-        losses = run_ranks(measure_rank, ranks, variants[ranks][name], seed, task.num_steps, task)
+        variant, ranks, seed, _ = run
+        how.tell(f"run {number} of {len(wanted)}: {variant}, {ranks} ranks, seed {seed}")
+        losses = run_ranks(measure_rank, ranks, variants[ranks][variant], seed, task.num_steps, task)
         done[run] = {**dict(zip(_RUN, run, strict=True)), **losses}
         with kept.open("a", encoding="utf-8") as file:
             file.write(json.dumps(done[run]) + "\n")
     return [done[run] for run in wanted]
 
 
-def judge(rows: Sequence[Row]) -> list[Figure]:
-    """How far each variant's loss on held-out text is above full width's, as a mean over seeds."""
+def table(rows: Sequence[Row]) -> Table:
+    """Returns losses on held-out text, means over seeds, and in percent above those in full width, with the range over seeds."""
     above = percent_above(rows, FULL_WIDTH)
-    return [
-        Figure(
-            name=f"{ranks} ranks, {name}: loss above that of {FULL_WIDTH}",
-            measured=mean(above[name, ranks]),
-            unit="%",
-            at_most=variant.bound,
-        )
-        for ranks in RANKS
-        for name, variant in VARIANTS.items()
-        if name != FULL_WIDTH
-    ]
+    ranks = sorted({row["ranks"] for row in rows})
+    head = [text for number in ranks for text in (f"loss, {number} ranks", f"above {FULL_WIDTH}, %")]
+    lines = [["sent as", *head]]
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        line = [variant]
+        for number in ranks:
+            losses = [row["validation_loss"] for row in rows if (row["variant"], row["ranks"]) == (variant, number)]
+            line += [f"{mean(losses):.4f}", with_range(above[variant, number])]
+        lines.append(line)
+    return lines
 
 
 def percent_above(rows: Sequence[Row], plain: str) -> dict[tuple[str, int], list[float]]:
-    """How far losses on held-out text are above the losses of the variant `plain`: one for each seed, by variant and ranks."""
+    """Returns how far losses on held-out text are above those of the variant `plain`: one for each seed, by variant and ranks."""
     losses = {(row["variant"], row["ranks"], row["seed"]): row["validation_loss"] for row in rows}
     above: dict[tuple[str, int], list[float]] = {}
     for (variant, ranks, seed), loss in losses.items():
@@ -169,8 +152,13 @@ def percent_above(rows: Sequence[Row], plain: str) -> dict[tuple[str, int], list
     return above
 
 
+def with_range(percents: Sequence[float]) -> str:
+    """Returns the mean, and the smallest and largest in brackets."""
+    return f"{mean(percents):+.2f} ({min(percents):+.2f} to {max(percents):+.2f})"
+
+
 def measure_rank(rank: int, variant: Variant, seed: int, num_steps: int, task: Task | None = None) -> Row:
-    """Losses: the mean over ranks of the last training steps, and the one on held-out text. The task is `modules` by default."""
+    """Returns the loss of the last training steps, a mean over ranks, and on held-out text. The task is `modules` by default."""
     task = task or modules(num_steps)
     torch.manual_seed(seed)
     model = Gpt(num_layers=task.num_layers, width=task.width, context=task.context)
@@ -205,7 +193,7 @@ def _training(model: nn.Module, variant: Variant, num_steps: int, *, lr: float) 
         # In one bucket: the hook starts collectives from callbacks, which over gloo may pair those of different buckets.
         wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
         # Torch's pages suggest a tenth of all steps in full width, and ranks of 1 to 4.
-        with_hook(wrapped, "powersgd", matrix_approximation_rank=variant.power_rank, start_powerSGD_iter=max(2, num_steps // 10))
+        with_powersgd(wrapped, matrix_approximation_rank=variant.power_rank, start_powerSGD_iter=max(2, num_steps // 10))
         return wrapped, torch.optim.AdamW(model.parameters(), lr=lr)
     ours = DistributedDataParallel(model, config=SyncConfig(**variant.config))
     if "strategy" in variant.config:
@@ -214,7 +202,7 @@ def _training(model: nn.Module, variant: Variant, num_steps: int, *, lr: float) 
 
 
 def _batches(task: Task, seed: int, rank: int) -> tuple[Callable[[], Tensor], Tensor]:
-    """A rank's batches from random places of the text, and the sequences that are held out; alike for all variants."""
+    """Returns a rank's batches from random places of the text, and the sequences held out; alike for all variants."""
     text = torch.frombuffer(bytearray(task.text), dtype=torch.uint8)
     num_seen = int(len(text) * (1 - _HELD_OUT))
     pieces = text[:num_seen].unfold(0, task.context + 1, 1)  # [position, byte], a view
@@ -222,3 +210,11 @@ def _batches(task: Task, seed: int, rank: int) -> tuple[Callable[[], Tensor], Te
     chosen = torch.linspace(0, len(held_out) - 1, _NUM_VALIDATION).long()
     random = torch.Generator().manual_seed(1000 * seed + rank)
     return lambda: pieces[torch.randint(len(pieces), (_BATCH,), generator=random)].long(), held_out[chosen].long()
+
+
+PART = Part(
+    name=NAME,
+    title=f"Loss after {NUM_STEPS} steps: a GPT over bytes on Python's modules, {len(SEEDS)} seeds",
+    measure=measure,
+    table=table,
+)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.matrix.links import Network, enter, interrupts_postponed, local_network, shaped_network
-from benchmarks.matrix.worker import die_with
+from benchmarks.links import LOOPBACK, Network, enter, network_of
+from benchmarks.processes import die_with, interrupts_postponed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +28,12 @@ class _Meeting:
     store: str
 
 
-def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any, link: str | None = None) -> Any:
+def run_ranks(work: Callable[..., Any], num_ranks: int, *args: Any, link: str = LOOPBACK) -> Any:
     """Runs `work(rank, *args)` in `num_ranks` fresh processes with gloo and one thread each; returns rank 0's result.
 
-    With a `link`, each has a network namespace, and tc shapes the link between them. Raises NoNamespaces.
+    Over another link, each has a network namespace, and tc shapes the link between them. Raises NoNamespaces.
     """
-    if link is None:
-        return _run_ranks(work, local_network(), num_ranks, *args)
-    with shaped_network(link, num_ranks) as network:
+    with network_of(link, num_ranks) as network:
         return _run_ranks(work, network, num_ranks, *args)
 
 

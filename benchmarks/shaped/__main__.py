@@ -1,9 +1,12 @@
 """python -m benchmarks.shaped: whole steps of systems in turn over a real shaped link, as a table of medians and ratios.
 
-Needs root and iproute2 (`tc`). Every rank runs in its own network namespace, with one thread.
+Needs root and iproute2 (`tc`). Every rank runs in its own network namespace, with one thread. Before it is timed, a system must
+train as a blocking reduction per parameter does.
 
   python -m benchmarks.shaped --workload gpt --link 1gbit --systems ours,ours-untuned,ddp-4mb --rounds 3 --steps 60
+  python -m benchmarks.shaped --workload gpt2@0.5 --ranks 4 --systems ddp,ours-zero1,fsdp2,megatron-ddp-best,deepspeed-zero1
   python -m benchmarks.shaped --systems ours,old:ours --tree old=../other/src --json steps.json
+  python -m benchmarks.shaped --workload replay@0.01 --link loopback   # without root, to see that it works
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.errors import BenchmarkError
+from benchmarks.links import LOOPBACK, SHAPES, remove_abandoned, what_is_missing
 from benchmarks.machine import machine
-from benchmarks.matrix.errors import MatrixError
-from benchmarks.matrix.links import SHAPES, remove_abandoned, what_is_missing
-from benchmarks.matrix.run import interruptible
+from benchmarks.processes import interruptible
+from benchmarks.shaped.contenders import BEST, CONTENDERS, SWEEPS, chosen
 from benchmarks.shaped.rounds import Course, Timed, run
 from benchmarks.shaped.session import HERE
-from benchmarks.shaped.systems import BEST, CONTENDERS, chosen
+from benchmarks.shaped.workloads import NAMES, workload_from_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,14 +38,16 @@ def _measure(asked: argparse.Namespace) -> int:
     trees = dict(text.split("=", 1) for text in asked.tree)
     try:
         contenders = chosen(asked.systems, trees)
-    except MatrixError as error:
+        workload_from_text(asked.workload)
+    except BenchmarkError as error:
         print(f"benchmarks shaped: {error}", file=sys.stderr)
         return 2
-    missing = what_is_missing()
-    if missing is not None:
-        print(f"benchmarks shaped: shaped links cannot be made: {missing}", file=sys.stderr)
-        return 2
-    remove_abandoned()
+    if asked.link != LOOPBACK:
+        missing = what_is_missing()
+        if missing is not None:
+            print(f"benchmarks shaped: shaped links cannot be made: {missing}", file=sys.stderr)
+            return 2
+        remove_abandoned()
     course = Course(
         workload=asked.workload,
         link=asked.link,
@@ -100,19 +106,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.shaped", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workload", default="gpt", help="gpt, replay, small, or another of the matrix, as NAME or NAME@SCALE")
-    parser.add_argument("--link", default="1gbit", choices=list(SHAPES))
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--workload", default="gpt", metavar="NAME[@SCALE]", help=", ".join(NAMES))
+    parser.add_argument(
+        "--link", default="1gbit", choices=[*SHAPES, LOOPBACK], help=f"{LOOPBACK} needs no root: to see that it works"
+    )
+    parser.add_argument("--ranks", type=int, choices=range(2, 65), default=2, metavar="N", help="2 to 64")
     parser.add_argument(
         "--systems",
         default=f"ours,{BEST}",
-        help=f"a list of {', '.join((*CONTENDERS, BEST))}; {BEST} is every bucket size; TREE:NAME runs NAME with that tree",
+        help=f"a list of {', '.join((*CONTENDERS, *SWEEPS))}; NAME-best is every bucket size; TREE:NAME runs NAME with that tree",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each round, at most: a slow system has 20 s")
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=PATH", help="another source tree of the library")
     parser.add_argument("--explain", action="store_true", help="print what explain() says at the end, system by system")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step of every rank, in ms")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step of every rank, and Undertow's profiles")
     return parser
 
 

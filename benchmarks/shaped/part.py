@@ -7,22 +7,26 @@ DIR/shaped, with every step of every rank, and `--resume` does not measure it ag
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figure import Figure, Part, Row, Tell
-from benchmarks.matrix.errors import NoNamespaces
-from benchmarks.matrix.links import remove_abandoned, what_is_missing
+from benchmarks.errors import NoNamespaces
+from benchmarks.links import remove_abandoned, what_is_missing
+from benchmarks.part import Part, Row, Run, Table
+from benchmarks.shaped.contenders import BARE, BEST, DDP, OURS, OUTER, SWEEPS, chosen
 from benchmarks.shaped.rounds import Course, Timed, run
 from benchmarks.shaped.session import HERE
-from benchmarks.shaped.systems import BARE, BEST, DDP, OURS, OUTER, SWEEP, chosen
 
 NAME = SOURCE = "shaped"
 WORKLOADS = {"gpt": "GPT", "replay": "24 timed layers", "small": "3,000 small parameters"}
 LINKS = {"1gbit": "1 Gb/s", "5gbit": "5 Gb/s", "none": "unshaped"}
 FAR = "100mbit"  # between sites
+# torch's systems that send as little as one of Undertow's, in words.
+NARROW = {"ddp-fp16": "fp16 hook", "ddp-powersgd": "PowerSGD"}
+AVERAGER = {"averager": "averager"}
+_RATES = {FAR: "100 Mb/s", **LINKS}
 _LARGE = ("gpt", "replay")
 _CHANGED = f"{OURS},ours-untuned,{DDP},{BEST},{BARE}"
 _FULL_WIDTH = f"{_CHANGED},ours-zero1"
@@ -34,57 +38,62 @@ _SYSTEMS = {
     **{("small", link): _CHANGED for link in LINKS},
     **{(workload, FAR): f"{OUTER},averager,ours-int8,{DDP},{BEST},{BARE}" for workload in _LARGE},
 }
-# Over all workloads and links: a system's step over another's, at most.
-_BOUNDS = (
-    (OURS, "ours-untuned", 1.02),  # a plan is kept only if it is faster
-    ("ours-auto", OURS, 1.02),  # so is a format
-    (OURS, BEST, None),
-    (OUTER, BARE, 1.03),
+_QUICK = {("replay", "1gbit"): f"{OURS},{DDP},{BARE}"}
+_QUICK_SETTLING = 20  # steps
+# The lines of a table.
+_ORDER = (
+    *(BARE, DDP, BEST, *NARROW, *AVERAGER, OURS, "ours-untuned", "ours-auto", "ours-bfloat16", "ours-int8"),
+    *("ours-zero1", "ours-zero1-int8", OUTER),
 )
 _NUM_RANKS = 2
 
 
-def part(out: Path, *, resumes: bool) -> Part:
-    """Returns the benchmark; it keeps its courses in a folder of `out`."""
-    return Part(
-        name=NAME,
-        title=f"Shaped links: whole steps of {_NUM_RANKS} ranks in namespaces, systems in turn",
-        measure=partial(measure, out / NAME, resumes),
-        judge=judge,
-    )
-
-
-def measure(out: Path, resumes: bool, is_quick: bool, tell: Tell) -> list[Row]:
-    """Returns a row for each system, workload and link."""
+def measure(how: Run) -> list[Row]:
+    """Returns a row for each system, workload and link. Raises NoNamespaces."""
     missing = what_is_missing()
     if missing is not None:
         raise NoNamespaces(f"shaped links cannot be made here: {missing}")
     remove_abandoned()
-    out.mkdir(parents=True, exist_ok=True)
+    kept = how.out / (f"{NAME}-quick" if how.is_quick else NAME)  # a long run is not overwritten
+    kept.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for (workload, link), names in _SYSTEMS.items():
-        kept = out / f"{workload}-{link}.json"
-        if not (resumes and kept.exists()):
-            course = Course(
-                workload=workload,
-                link=link,
-                num_ranks=_NUM_RANKS,
-                contenders=chosen(names, {}),
-                num_rounds=1 if is_quick else 3,
-                num_steps=6 if is_quick else 12,
-                sources={"": HERE},
-            )
-            timed = run(course, tell)
-            steps = [each.to_dict() for each in timed]
-            kept.write_text(json.dumps({"rows": rows_of(course, timed), "steps": steps}) + "\n", encoding="utf-8")
-        rows += json.loads(kept.read_text(encoding="utf-8"))["rows"]
+    for (workload, link), names in (_QUICK if how.is_quick else _SYSTEMS).items():
+        course = _course(workload, link, names, is_quick=how.is_quick)
+        rows += _rows_of_course(course, kept / f"{workload}-{link}.json", how)
+    return rows
+
+
+def _course(workload: str, link: str, names: str, *, is_quick: bool) -> Course:
+    contenders = chosen(names, {})
+    if is_quick:
+        contenders = tuple(replace(each, num_settling=_QUICK_SETTLING) for each in contenders)
+    return Course(
+        workload=workload,
+        link=link,
+        num_ranks=_NUM_RANKS,
+        contenders=contenders,
+        num_rounds=1 if is_quick else 3,
+        num_steps=6 if is_quick else 12,
+        sources={"": HERE},
+    )
+
+
+def _rows_of_course(course: Course, kept: Path, how: Run) -> list[Row]:
+    if not (how.resumes and kept.exists()):
+        timed = run(course, how.tell)
+        for each in timed:
+            if each.error is not None:
+                how.tell(each.error)
+        steps = [each.to_dict() for each in timed]
+        kept.write_text(json.dumps({"rows": rows_of(course, timed), "steps": steps}) + "\n", encoding="utf-8")
+    rows: list[Row] = json.loads(kept.read_text(encoding="utf-8"))["rows"]
     return rows
 
 
 def rows_of(course: Course, timed: Sequence[Timed]) -> list[Row]:
     """Returns a row for each system that was measured, and one for the best bucket size of torch DDP."""
     rows = [_row(course, each.contender.name, each.contender.title, each) for each in timed if each.error is None]
-    sweep = [each for each in timed if each.contender.name in SWEEP and each.error is None]
+    sweep = [each for each in timed if each.contender.name in SWEEPS[BEST] and each.error is None]
     if sweep:
         best = min(sweep, key=lambda each: each.step_ms)
         rows.append(_row(course, BEST, f"torch DDP, best of {len(sweep)} bucket sizes", best))
@@ -113,19 +122,25 @@ def steps_of(rows: Sequence[Mapping[str, Any]], workload: str, link: str) -> dic
     return {row["system"]: row["step_ms"] for row in rows if (row["workload"], row["link"]) == (workload, link)}
 
 
-def judge(rows: Sequence[Row]) -> list[Figure]:
-    """Returns the ratios of systems of the same session."""
-    figures = []
-    for workload, link in _SYSTEMS:
-        steps = steps_of(rows, workload, link)
-        for system, over, bound in _BOUNDS:
-            if system in steps and over in steps:
-                figures.append(
-                    Figure(
-                        name=f"{workload}, {link}: {system} / {over}",
-                        measured=steps[system] / steps[over],
-                        unit="x",
-                        at_most=bound,
-                    )
-                )
-    return figures
+def table(rows: Sequence[Row]) -> Table:
+    """Returns whole steps in ms, by system; a column for each workload and link."""
+    return by_system(rows, list(_SYSTEMS), lambda steps, system: f"{steps[system]:.0f}")
+
+
+def by_system(rows: Sequence[Row], places: Sequence[tuple[str, str]], text: Callable[[Mapping[str, float], str], str]) -> Table:
+    """Returns a line for each system of these workloads and links, without single bucket sizes."""
+    steps = {place: found for place in places if (found := steps_of(rows, *place))}
+    titles = {row["system"]: row["title"] for row in rows if (row["workload"], row["link"]) in steps}
+    lines = [["ms of a step", *(f"{WORKLOADS[workload]}, {_RATES[link]}" for workload, link in steps)]]
+    for system in (name for name in _ORDER if name in titles):
+        cells = (text(found, system) if system in found else "" for found in steps.values())
+        lines.append([titles[system], *cells])
+    return lines
+
+
+PART = Part(
+    name=NAME,
+    title=f"Shaped links: ms of whole steps of {_NUM_RANKS} ranks in namespaces, systems in turn",
+    measure=measure,
+    table=table,
+)

@@ -1,6 +1,7 @@
-"""One rank of a system, in its namespace: python -m benchmarks.shaped.rank JOB. It lives as long as its session.
+"""One rank of a system: python -m benchmarks.shaped.rank JOB. It lives as long as its session.
 
-Reads commands from its standard input, a JSON line each, and answers each with a JSON line. Other output goes to its log.
+Runs in any virtual environment that has torch; imports Undertow only if that is the system. Reads commands from its standard
+input, a JSON line each, and answers each with a JSON line. Other output goes to its log.
 """
 
 from __future__ import annotations
@@ -13,34 +14,33 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.matrix import truth
-from benchmarks.matrix.systems import Setting, System
-from benchmarks.matrix.worker import die_with
-from benchmarks.matrix.workloads import make_workload
+from benchmarks.processes import die_with
+from benchmarks.shaped import truth
+from benchmarks.shaped.systems import Setting, System
+from benchmarks.shaped.workloads import workload_from_text
 
 _UNTIMED = 2  # steps of every turn: the first ones find the caches as another system has left them
 
 
 def main(job: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
-    """Builds the system, then answers commands until there are no more."""
+    """Builds the system, compares it with the reference, then answers commands until there are no more."""
     die_with(job["runner_pid"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    assert dist.group.WORLD is not None
-    workload = make_workload(job["workload"], job["scale"], torch.device("cpu"))
-    batch = workload.make_batch(dist.get_rank())
-    reference = None
-    if job["is_averaged"]:
-        reference = truth.reference_of(workload.make_model, batch, dist.group.WORLD, beat=_nothing)
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{job['store']}", rank=rank, world_size=num_ranks)
+    group = dist.group.WORLD
+    assert group is not None
+    workload = workload_from_text(job["workload"])
+    batch = workload.batch_of(rank)
+    reference = truth.reference_of(workload.make_model, batch, group) if job["is_averaged"] else None
     module = importlib.import_module(job["module"])
-    system = module.build(Setting(model=workload.make_model(), group=dist.group.WORLD, options=job["options"]))
+    system = module.build(Setting(model=workload.make_model(), group=group, options=job["options"]))
     _train(system, batch, truth.NUM_STEPS)
     if reference is not None:
         wrong = reference.wrong_parameters(system, rounding=job["rounding"])
@@ -59,7 +59,7 @@ def main(job: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
             cpu_ms = (time.process_time() - cpu_began_s) / command["num_steps"] * 1e3
             answer({"steps_ms": steps_ms, "cpu_ms": cpu_ms})
         else:
-            answer({"told": _told(system)})
+            answer({"told": dict(system.told())})
     # The runner has closed the pipe: it wants no more, and ends what is left.
 
 
@@ -73,20 +73,6 @@ def _train(system: System, batch: Any, num_steps: int) -> list[float]:
     starts_s.append(time.perf_counter())
     system.finish()
     return [(stop_s - start_s) * 1e3 for start_s, stop_s in pairwise(starts_s)]
-
-
-def _told(system: System) -> dict[str, str]:
-    """Returns what the system says about itself: its plan and its report."""
-    told = {}
-    wrapped = getattr(system, "wrapped", None)
-    for name in ("explain", "report"):
-        with suppress(Exception):  # another system, or another version of the library
-            told[name] = str(getattr(wrapped, name)())
-    return told
-
-
-def _nothing() -> None:
-    pass
 
 
 def _answering(job: dict[str, Any]) -> int:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.matrix.errors import RankFailed
-from benchmarks.matrix.links import shaped_network
+from benchmarks.errors import RankFailed
+from benchmarks.links import network_of
+from benchmarks.shaped.contenders import Contender
 from benchmarks.shaped.session import Session
-from benchmarks.shaped.systems import Contender
 
-_FIRST_PORT = 29500
 _TURN_S, _LEAST_STEPS = 20.0, 6  # a slow system makes fewer steps in a turn
 
 
@@ -66,31 +65,38 @@ class Course:
 
 
 def run(course: Course, tell: Callable[[str], None]) -> list[Timed]:
-    """Returns the steps of every system. A system that fails has its error instead; the others go on."""
+    """Returns the steps of every system. A system that fails has its error instead; the others continue."""
     timed = [Timed(contender=each) for each in course.contenders]
-    with shaped_network(course.link, course.num_ranks) as network, ExitStack() as stack:
+    place = f"{course.workload}, {course.link}"
+    with network_of(course.link, course.num_ranks) as network, ExitStack() as stack:
         sessions: dict[str, Session] = {}
-        for number, each in enumerate(timed):
-            tell(f"{course.workload}, {course.link}: {each.contender.name} settles")
-            session = Session(
-                each.contender,
-                course.workload,
-                network,
-                source=course.sources[each.contender.tree],
-                port=_FIRST_PORT + number,
-            )
-            stack.enter_context(session)
-            sessions[each.contender.name] = session
-            _attempt(each, session, lambda each, session: setattr(each, "settling_ms", session.settle()))
+        for each in timed:
+            tell(f"{place}: {each.contender.name} settles")
+            with _failing(each):
+                source = course.sources[each.contender.tree]
+                session = Session(each.contender, course.workload, network, num_ranks=course.num_ranks, source=source)
+                sessions[each.contender.name] = stack.enter_context(session)
+                each.settling_ms = session.settle()
         for number in range(course.num_rounds):
             for each in reversed(timed) if number % 2 else timed:
                 if each.error is None:
-                    tell(f"{course.workload}, {course.link}, round {number + 1} of {course.num_rounds}: {each.contender.name}")
-                    _attempt(each, sessions[each.contender.name], lambda each, session: _take_turn(each, session, course))
+                    tell(f"{place}, round {number + 1} of {course.num_rounds}: {each.contender.name}")
+                    with _failing(each):
+                        _take_turn(each, sessions[each.contender.name], course)
         for each in timed:
             if each.error is None:
-                each.told = sessions[each.contender.name].told()
+                with _failing(each):
+                    each.told = sessions[each.contender.name].told()
     return timed
+
+
+@contextmanager
+def _failing(each: Timed) -> Iterator[None]:
+    """Keeps the error of a system whose ranks fail in the block."""
+    try:
+        yield
+    except RankFailed as error:
+        each.error = str(error)
 
 
 def _take_turn(each: Timed, session: Session, course: Course) -> None:
@@ -106,14 +112,6 @@ def _num_steps(each: Timed, asked: int) -> int:
         return -(-asked // period) * period
     settled_ms = median(each.settling_ms[0][-_LEAST_STEPS:])
     return min(asked, max(_LEAST_STEPS, int(_TURN_S * 1e3 / settled_ms)))
-
-
-def _attempt(each: Timed, session: Session, act: Callable[[Timed, Session], object]) -> None:
-    try:
-        act(each, session)
-    except RankFailed as error:
-        each.error = str(error)
-        session.end()
 
 
 def _rounded(ranks: Sequence[Sequence[float]]) -> list[list[float]]:

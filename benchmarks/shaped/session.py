@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -18,47 +18,52 @@ from pathlib import Path
 from typing import Any
 
 import undertow
-from benchmarks.matrix.errors import RankFailed
-from benchmarks.matrix.links import Network, interrupts_postponed
-from benchmarks.matrix.processes import ROOT, end
-from benchmarks.shaped.systems import Contender
+from benchmarks.errors import RankFailed
+from benchmarks.links import Network
+from benchmarks.processes import end, interrupts_postponed
+from benchmarks.shaped.contenders import Contender
+from benchmarks.shaped.environments import python_of, why_absent
 
 HERE = Path(undertow.__file__).parents[1]  # the folder of the library that is on the path
-_SILENCE_S = 900.0  # for one turn, or to build and settle: then the ranks are given up
+_ROOT = Path(__file__).parents[2]
+_SILENCE_S = 1800.0  # for one turn, or to build and settle: then the ranks are given up
+_GRACE_S = 0.5  # until processes that have closed their pipes have ended
 _LOG_LINES = 15
 
 
 class Session:
-    """Live ranks of `contender`; used in a `with`, which ends them. `source` is the folder that holds the library."""
+    """Live ranks of `contender`; used in a `with`, which ends them. `source` is the folder that holds the library.
 
-    def __init__(self, contender: Contender, workload: str, network: Network, *, source: Path, port: int) -> None:
+    Raises RankFailed if the contender's virtual environment is not there. A call that raises it has ended all ranks.
+    """
+
+    def __init__(self, contender: Contender, workload: str, network: Network, *, num_ranks: int, source: Path) -> None:
+        python = python_of(contender.environment)
+        if python is None:
+            raise RankFailed(why_absent(contender.environment))
         self.contender = contender
         self._ranks: list[subprocess.Popen[str]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="undertow-shaped-")
-        name, _, scale = workload.partition("@")
         job = {
             "runner_pid": os.getpid(),
-            "workload": name,
-            "scale": float(scale or 1.0),
+            "store": str(Path(self._folder.name) / "store"),
+            "workload": workload,
             "module": contender.module,
             "options": dict(contender.options),
             "num_settling": contender.num_settling,
             "is_averaged": contender.is_averaged,
             "rounding": contender.rounding,
         }
-        command = [sys.executable, "-m", "benchmarks.shaped.rank", json.dumps(job)]
-        num_ranks = len(network.namespaces)
+        command = [str(python), "-m", "benchmarks.shaped.rank", json.dumps(job)]
         for rank in range(num_ranks):
             environment = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join((str(source), str(ROOT))),
+                "PYTHONPATH": os.pathsep.join((str(source), str(_ROOT))),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": network.interface,
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
-                "MASTER_ADDR": network.address(0),
-                "MASTER_PORT": str(port),
                 "RANK": str(rank),
-                "LOCAL_RANK": "0",
+                "LOCAL_RANK": "0",  # a namespace is a host
                 "WORLD_SIZE": str(num_ranks),
             }
             with interrupts_postponed(), self._log(rank).open("wb") as log:
@@ -88,8 +93,9 @@ class Session:
             for rank in self._ranks:
                 for pipe in (rank.stdin, rank.stdout):
                     assert pipe is not None
-                    with suppress(BrokenPipeError):  # a command that nobody has read
+                    with suppress(BrokenPipeError):  # a command that no rank has read
                         pipe.close()
+            self._ranks = []
 
     def settle(self) -> list[list[float]]:
         """Waits until the system is built and its first steps are made; returns their milliseconds, rank by rank."""
@@ -100,7 +106,7 @@ class Session:
         return self._ask({"do": "train", "num_steps": num_steps})
 
     def told(self) -> dict[str, str]:
-        """Returns the texts of the first rank's plan and report, if the system has them."""
+        """Returns the texts that the system has about itself on the first rank."""
         texts: dict[str, str] = self._ask({"do": "tell"})[0]["told"]
         return texts
 
@@ -119,17 +125,29 @@ class Session:
         while waiting:
             readable, _, _ = select.select(list(waiting), [], [], max(0.0, until_s - time.monotonic()))
             if not readable:
-                raise RankFailed(f"{self.contender.name}: no answer for {_SILENCE_S:.0f} s. {self._last_words(0)}")
+                raise self._failure(f"no answer for {_SILENCE_S:.0f} s", 0)
             for pipe in readable:
                 index, line = waiting.pop(pipe), pipe.readline()
                 if not line:
-                    raise RankFailed(f"{self.contender.name}: rank {index} has ended. {self._last_words(index)}")
+                    raise self._end_of(index)
                 found[index] = json.loads(line)
         return [found[index] for index in sorted(found)]
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank-{rank}.log"
 
-    def _last_words(self, rank: int) -> str:
+    def _end_of(self, rank: int) -> RankFailed:
+        """Returns the error if the pipe of `rank` has ended; names a killed rank, which the others complain about."""
+        time.sleep(_GRACE_S)
+        killed = [index for index, each in enumerate(self._ranks) if (each.poll() or 0) < 0]
+        if not killed:
+            return self._failure(f"rank {rank} has ended", rank)
+        code = self._ranks[killed[0]].returncode
+        return self._failure(f"rank {killed[0]} was killed by {signal.Signals(-code).name}", killed[0])
+
+    def _failure(self, why: str, rank: int) -> RankFailed:
+        """Ends the ranks; returns the error, with the end of the log of `rank`."""
+        self.end()
         lines = self._log(rank).read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-        return "The end of its log:\n" + "\n".join(lines) if lines else "Its log is empty."
+        last_words = "The end of its log:\n" + "\n".join(lines) if lines else "Its log is empty."
+        return RankFailed(f"{self.contender.name}: {why}. {last_words}")

@@ -4,9 +4,9 @@ import os
 import signal
 
 import torch.distributed as dist
-from benchmarks.matrix.systems import Setting
-from benchmarks.matrix.systems.plain import PlainSystem
-from benchmarks.matrix.truth import NUM_STEPS
+from benchmarks.shaped.systems import Setting
+from benchmarks.shaped.systems.plain import PlainSystem
+from benchmarks.shaped.truth import NUM_STEPS
 from torch import Tensor
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from benchmarks.matrix.links import Network, enter, shaped_network
+from benchmarks.links import Network, enter, shaped_network
 from torch import nn
 
 from faults.conftest import Record

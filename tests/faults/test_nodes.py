@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.matrix.links import Network, shaped_network
+from benchmarks.links import Network, shaped_network
 
 from support.checkpoints import require_equal
 from support.elastic import EXAMPLE, run, run_under_torchrun

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.matrix.links import Network, shaped_network
+from benchmarks.links import Network, shaped_network
 
 from support.project import ROOT
 from support.warm import python

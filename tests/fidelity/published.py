@@ -129,7 +129,7 @@ def _profile(model: str) -> Profile:
     one_gpu_us = 1e6 * _BATCHES[model] / _ONE_GPU[model]
     if model != "ResNet-50":
         return bert(model, *((768, 12) if model == "BERT-Base" else (1024, 24)), one_gpu_us=one_gpu_us)
-    found = json.loads((ROOT / "benchmarks" / "matrix" / "profiles" / "resnet50.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "benchmarks" / "shaped" / "workloads" / "resnet50.json").read_text(encoding="utf-8"))
     gaps_us = [gap_us for _, gap_us in found["tensors"]]
     scale = one_gpu_us / (sum(gaps_us) + found["forward_us"])
     return _of_sizes(

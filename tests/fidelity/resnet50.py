@@ -29,7 +29,7 @@ NETWORKS = [
 
 def profile() -> Profile:
     """Of the file that the benchmarks replay: elements, and microseconds since the gradient before, the last layer first."""
-    found = json.loads((ROOT / "benchmarks" / "matrix" / "profiles" / "resnet50.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / "benchmarks" / "shaped" / "workloads" / "resnet50.json").read_text(encoding="utf-8"))
     ready_us = tuple(accumulate(gap_us for _, gap_us in found["tensors"]))
     params = tuple(
         ParamSpec(name=f"p{index}", shape=(numel,), dtype="float32", itemsize=4)

@@ -1,7 +1,7 @@
 """Tests over networks of namespaces, where this machine lets us make some."""
 
 import pytest
-from benchmarks.matrix.links import remove_abandoned, what_is_missing
+from benchmarks.links import remove_abandoned, what_is_missing
 
 
 @pytest.fixture
