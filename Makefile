@@ -62,6 +62,7 @@ lint: $(READY)lint ## Check style, types and the layers of the architecture
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy --untyped-calls-exclude=torch examples/*.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 format: $(READY)lint ## Rewrite the sources in the project's format

@@ -36,6 +36,7 @@ def main() -> None:
             loss = nn.functional.mse_loss(model(x), y)
             accelerator.backward(loss)
             norm = accelerator.clip_grad_norm_(model.parameters(), 10.0)
+            assert norm is not None  # it is None with DeepSpeed only
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()

@@ -58,19 +58,23 @@ def train(link: EmulatedLink, *, is_bucketed: bool) -> Result:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     random = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(NUM_WARM_UP_STEPS + NUM_STEPS):
-        if step == NUM_WARM_UP_STEPS:
-            dist.barrier()
-            link.drain_log()
-            began_s = time.perf_counter()
-        optimizer.zero_grad()
-        model(torch.randn(32, 160, generator=random)).square().mean().backward()
-        if hooks is None:
-            reduce_each(model)
-        gradients = [gradient_of(param).clone() for param in model.parameters()]
-        optimizer.step()
+
+    def make_steps(number: int) -> None:
+        for _ in range(number):
+            optimizer.zero_grad()
+            model(torch.randn(32, 160, generator=random)).square().mean().backward()
+            if hooks is None:
+                reduce_each(model)
+            optimizer.step()
+
+    make_steps(NUM_WARM_UP_STEPS)
+    dist.barrier()
+    link.drain_log()
+    began_s = time.perf_counter()
+    make_steps(NUM_STEPS)
     step_ms = (time.perf_counter() - began_s) / NUM_STEPS * 1e3
     num_collectives = len(link.drain_log()) // NUM_STEPS
+    gradients = [gradient_of(param).clone() for param in model.parameters()]
     if hooks is not None:
         hooks.close()
     return Result(gradients=gradients, num_collectives=num_collectives, step_ms=step_ms)

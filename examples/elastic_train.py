@@ -87,9 +87,10 @@ def train(options: argparse.Namespace) -> None:
         if mine:
             losses = losses_of(model, inputs[mine])
             kill_if_asked(options, rank=rank, step=step)
-            (
-                losses.sum() / mean.wait()
-            ).backward()  # the mean over the batch of all ranks, whose shares need not be equal
+            # The mean over the batch of all ranks, whose shares need not be equal.
+            (losses.sum() / mean.wait()).backward()
+            if rank == 0 and step % 10 == 0:
+                show(step=step, position=position + len(batch), losses=losses)
         else:
             model.finish()  # the last batch may be smaller than the number of ranks
         optimizer.step()
@@ -103,8 +104,6 @@ def train(options: argparse.Namespace) -> None:
                 optimizer,
                 extra={"position": position, "schedule": schedule.state_dict()},
             )
-        if step % 10 == 0:
-            show(rank, step=step, position=position, losses=losses)
 
     if rank == 0:
         print(f"trained on {position} samples", flush=True)
@@ -121,10 +120,9 @@ def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return errors.square().flatten()
 
 
-def show(rank: int, *, step: int, position: int, losses: Tensor) -> None:
-    if rank == 0:
-        loss = losses.mean().item()
-        print(f"step {step:3d}  samples {position:5d}  loss {loss:.4f}", flush=True)
+def show(*, step: int, position: int, losses: Tensor) -> None:
+    loss = losses.mean().item()
+    print(f"step {step:3d}  samples {position:5d}  loss {loss:.4f}", flush=True)
 
 
 def kill_if_asked(options: argparse.Namespace, *, rank: int, step: int) -> None:

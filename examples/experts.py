@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from undertow import ExpertGroup, SyncConfig, attach, clip_grad_norm_
@@ -37,7 +38,8 @@ class Exchange(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = grads
         return exchange(grad, *ctx.back), None, None, None
 
 
@@ -86,8 +88,9 @@ def main() -> None:
     torch.manual_seed(
         rank := dist.get_rank()
     )  # other experts on other ranks; ranks with the same experts take the first one's values
-    sharing_tokens = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    sharing_experts = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("experts", "tokens"))
+    sharing_tokens = mesh.get_group("tokens")  # ranks 0 and 1, or 2 and 3
+    sharing_experts = mesh.get_group("experts")  # ranks 0 and 2, or 1 and 3
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ExpertLayer(sharing_tokens), nn.Linear(WIDTH, 1))
     experts = (ExpertGroup(match="*.experts.*", process_group=sharing_experts, divisor=4),)
     sync = attach(model, config=SyncConfig(experts=experts))

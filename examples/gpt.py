@@ -7,7 +7,6 @@ Run with:
 It learns to repeat its input: the second half of every sequence equals the first half.
 """
 
-import contextlib
 import os
 
 import torch
@@ -87,23 +86,18 @@ def main() -> None:
     random = torch.Generator().manual_seed(dist.get_rank())  # every rank reads its own texts
     for step in range(1, NUM_STEPS + 1):
         optimizer.zero_grad()
-        for micro_batch in range(NUM_MICRO_BATCHES):
-            is_last = micro_batch == NUM_MICRO_BATCHES - 1
-            with (
-                contextlib.nullcontext() if is_last else model.no_sync()
-            ):  # only the last one sends: the sum of all
-                loss = loss_of(model, repeated(random).to(device)) / NUM_MICRO_BATCHES
-                loss.backward()
+        with model.no_sync():  # only the last micro-batch sends: the sum of all
+            for _ in range(NUM_MICRO_BATCHES - 1):
+                (loss_of(model, repeated(random).to(device)) / NUM_MICRO_BATCHES).backward()
+        loss = loss_of(model, repeated(random).to(device))
+        (loss / NUM_MICRO_BATCHES).backward()
         norm = nn.utils.clip_grad_norm_(
             model.parameters(), 1.0
         )  # of the mean over ranks: the same on every rank
         optimizer.step()
         schedule.step()
         if dist.get_rank() == 0 and step % 10 == 0:
-            print(
-                f"step {step:3d}  gradient norm {norm.item():.2f}  loss "
-                f"{loss.item() * NUM_MICRO_BATCHES:.3f}"
-            )
+            print(f"step {step:3d}  gradient norm {norm.item():.2f}  loss {loss.item():.3f}")
 
     if dist.get_rank() == 0:
         print(model.report())

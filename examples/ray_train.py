@@ -136,10 +136,12 @@ def main() -> None:
         ),
     )
     result = trainer.fit()
-    metrics = result.metrics
+    metrics, checkpoint = result.metrics, result.checkpoint
+    assert metrics is not None  # the last step reports both
+    assert checkpoint is not None
     print(
         f"step {metrics['step']}  loss {metrics['loss']:.4f}  began in step "
-        f"{metrics['first_step']}  {result.checkpoint.path}"
+        f"{metrics['first_step']}  {checkpoint.path}"
     )
 
 

@@ -57,6 +57,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     # The thread that saves communicates while training does: each needs a separate group.
     group_of_saves = dist.new_group(backend="gloo")
+    assert isinstance(group_of_saves, dist.ProcessGroup)  # this rank belongs to it
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1)))
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=3e-3)

@@ -13,6 +13,6 @@ def test_a_removal_has_one_place_in_the_source(removal: Removal) -> None:
 
 
 def test_the_page_has_the_number_of_removals() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    assert f"| {len(REMOVALS)} removals of a wait" in page
-    assert f"a test fails for {sum(not removal.why for removal in REMOVALS)} |" in page
+    page = " ".join((ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").split())
+    num_found = sum(not removal.why for removal in REMOVALS)
+    assert f"It has {len(REMOVALS)} removals now, and a test should fail for {num_found} of them." in page

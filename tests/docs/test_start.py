@@ -130,6 +130,12 @@ def test_results_of_a_run_replace_those_recorded(tmp_path: Path, monkeypatch: py
     }
 
 
+def test_three_pages_say_in_the_same_words_how_to_install() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    (told,) = re.findall(r"Undertow needs Python .* Training needs neither\.", readme)
+    assert [name for name in ("index", "quickstart") if told not in " ".join(TEXTS[name].split())] == []
+
+
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert (len(text.splitlines()) <= 100, len(text.split()) <= 1200) == (True, True)

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,36 @@ def test_settings_arrive_and_files_are_written(tmp_path: Path) -> None:
     assert len(list((tmp_path / "within").iterdir())) == 4  # traces are where the variable says
     assert "bucket_cap_mb=7 is set" in done.stderr
     assert len(list((tmp_path / "traces").iterdir())) == 2
+
+
+LATE = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+for _ in range(20):
+    if dist.get_rank() == int(sys.argv[1]):
+        time.sleep(0.05)
+    model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("late", "advice"),
+    [
+        (0, r"Another rank waits \d+\.\d ms for rank 0, the slowest in this step: look at its input pipeline"),
+        (1, r"\d+% of the exposed time is waiting for a late rank, in this step rank 1: look at its input pipeline"),
+    ],
+)
+def test_the_last_words_name_the_slow_rank_and_the_plan(late: int, advice: str, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    done = run(*UNDERTOW, "run", FORKED, *TORCHRUN, tmp_path / "late.py", late)
+    assert (done.returncode, done.stderr.count(REPORTED)) == (0, 1), done.stderr
+    assert re.search(f"^{advice}", done.stderr, re.MULTILINE), done.stderr
+    assert done.stderr.splitlines()[-2:] == [
+        "The plan: 1 bucket of 0.00 MB, ddp, 2 ranks",
+        "  no other plan is worth a trial",
+    ]
 
 
 @pytest.mark.deep

@@ -134,7 +134,8 @@ class StepReport(Shown):
 
         It names the first cause that explains most of the exposed time, and what to do about it.
         Only a step with the verdict poor has one: a cause is worth at least 5 % of it then. If
-        another rank waits longer for this one, in its own poor step, that comes first.
+        another rank waits longer than this one, in its own poor step, for the slowest rank, that
+        comes first.
         """
         if self.num_steps == 0 and self.outer is not None:
             return "Within a step this replica, a single rank, sends nothing."
@@ -236,19 +237,21 @@ _LEAST_ZEROED = 0.01  # share of values, to be shown
 
 
 def _held_up(report: StepReport) -> str:
-    """The advice if another rank waits for this one, in a poor step, longer than this one waits.
+    """The advice if another rank waits for the slowest one, in a poor step, longer than this one
+    waits.
 
-    Times of computing include waits for parameters, which are no reason to wait for this rank.
+    Times of computing include waits for parameters, which are no reason to wait for a rank: the
+    slowest one's are taken to be as long as this rank's.
     """
-    if report.slowest_rank != report.rank:
+    if not report.busy_ms or report.busy_ms[report.rank] == min(report.busy_ms):
         return ""
     waited_ms = max(report.busy_ms) - min(report.busy_ms) - report.gather_exposed_ms
     if waited_ms <= max(report.exposed_ms, _VERDICTS["good"] * report.step_ms):
         return ""
     return (
-        f"Another rank waits {waited_ms:.1f} ms for rank {report.rank}, the slowest in this step: "
-        "look at its input pipeline, at the length of its batches, and at what else runs on its "
-        "machine."
+        f"Another rank waits {waited_ms:.1f} ms for rank {report.slowest_rank}, the slowest in "
+        "this step: look at its input pipeline, at the length of its batches, and at what else "
+        "runs on its machine."
     )
 
 

@@ -60,7 +60,8 @@ class Explanation(Shown):
             half = _MOST_SIZES // 2
             sizes[half:-half] = ["..."]
         buckets = f"{number} of {', '.join(sizes)} MB{formats}"
-        return f"The plan: {buckets}, {self.strategy}, {self.num_ranks} ranks"
+        ranks = f"{self.num_ranks} rank{'' if self.num_ranks == 1 else 's'}"
+        return f"The plan: {buckets}, {self.strategy}, {ranks}"
 
     def _lines(self) -> Iterator[str]:
         rest = [f"  {self.owners}"] if self.owners else []

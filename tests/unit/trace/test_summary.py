@@ -191,6 +191,17 @@ def six(**changes: Any) -> StepReport:
             "batches, and at what else runs on its machine.",
         ),
         (
+            # Rank 0 waits 15 ms for rank 1, and rank 2 40 ms.
+            six(step_us=2e5, busy_ms=(50.0, 65.0, 25.0)),
+            "Another rank waits 40.0 ms for rank 1, the slowest in this step: look at its input pipeline, at the length of its "
+            "batches, and at what else runs on its machine.",
+        ),
+        (
+            # No rank waits longer than rank 0.
+            six(step_us=2e5, busy_ms=(25.0, 65.0, 50.0)),
+            "Well hidden: the step waits for communication in 10.0% of its time. There is nothing to do.",
+        ),
+        (
             # The same, where it is less than a tenth of the step.
             six(step_us=2e5, busy_ms=(65.0, 46.0), buckets=(row(0, 30_000, 64_000, (60_000, 64_000)),)),
             "Well hidden: the step waits for communication in 2.0% of its time. There is nothing to do.",
@@ -277,6 +288,8 @@ def six(**changes: Any) -> StepReport:
             "good, and processors have a part",
             "good, and a rank is late",
             "others wait for this rank",
+            "another rank waits for a third one",
+            "this rank waits longest",
             "others wait little",
             "others wait longer than this rank",
             "a wait for parameters holds nobody up",

@@ -41,6 +41,11 @@ def test_the_plan_its_reason_and_its_trials_are_printed(monkeypatch: pytest.Monk
     assert json.loads(json.dumps(it.to_dict()))["trials"] == [*TOLD]
 
 
+def test_the_plan_of_one_rank_is_of_one_rank() -> None:
+    it = explained(plan_from_groups(PARAMS, [(3, 2, 1, 0)], num_ranks=1))
+    assert it.in_brief.splitlines()[0] == "The plan: 1 bucket of 4.00 MB, ddp, 1 rank"
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "told"),
     [(2, "1.33 x the mean in bytes, 1.33 x the mean in work of updates"), (9, "3.00 x the mean in bytes, 3.00 x the mean in")],

@@ -93,12 +93,16 @@ def _sameness(settings: DemoSettings, results: Sequence[WayDone]) -> str:
     return text
 
 
+def _ranks(settings: DemoSettings) -> str:
+    return f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
+
+
 def _print_introduction(console: Console, settings: DemoSettings) -> None:
     """Prints the settings, and warnings about inexact figures."""
     link = f"an emulated {settings.link} link"
     if settings.link == "none":
         link = "the bare loopback"
-    ranks = f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
+    ranks = _ranks(settings)
     print_line(
         console,
         f"Training one model in {len(settings.ways)} variants: {ranks} on this machine, "
@@ -193,7 +197,7 @@ def _save(settings: DemoSettings, results: Sequence[WayDone], console: Console) 
         {WAYS[done.way]: done.typical for done in results},
         picture,
         title=headline(results),
-        conditions=f"{settings.num_ranks} ranks on one machine, {settings.link} emulated, "
+        conditions=f"{_ranks(settings)} on one machine, {settings.link} emulated, "
         f"typical of {settings.num_steps} steps",
     )
     print_line(console, f"A typical step as a picture: {picture}")

@@ -394,6 +394,21 @@ def test_a_single_rank_encodes_nothing() -> None:
     assert [step.record.step_us for step in narrow] == [step.record.step_us for step in full]
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"num_ranks": 1}, "as measured over 1 rank"),
+        ({"num_ranks": 1, "link": "1gbit"}, "1gbit, 1 rank"),
+        (
+            {"num_ranks": 4, "link": "1gbit", "per_node": 1, "node_link": "8gbit"},
+            "1gbit between nodes of 1 rank, 8gbit inside; 4 ranks",
+        ),
+    ],
+)
+def test_the_network_of_one_rank_is_told(settings: dict[str, object], told: str) -> None:
+    assert WhatIf.of(SMALL, **settings).network == told
+
+
 def test_fewer_ranks_than_a_node_has_are_on_one() -> None:
     costs = what_if(link="1gbit", per_node=8, node_link="80gbit,1us").costs
     assert costs.collective_us("all_reduce", 1e6) == pytest.approx(
