@@ -1,4 +1,4 @@
-"""Imports, exports, lengths and words of modules; how tests reach inside of the library.
+"""Imports, exports, private names and words of modules; how tests reach inside of the library.
 
 Only tests/support/inside.py, one_process.py beside it, and the unit tests of a module reach inside.
 """
@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from support.project import ROOT, SOURCES, name_of
 
@@ -169,21 +172,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         importlib.import_module("undertow").nonsense  # noqa: B018
 
 
-MAX_FILE_LINES = 640  # without docstrings, and of 100 columns
-
-
-def num_lines(path: Path) -> int:
-    text = path.read_text()
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    documented = (it for it in ast.walk(tree_of(path)) if isinstance(it, kinds) and ast.get_docstring(it) is not None)
-    return len(text.splitlines()) - sum((it.body[0].end_lineno or 0) - it.body[0].lineno + 1 for it in documented)
-
-
-def test_a_file_can_be_read_in_one_sitting() -> None:
-    lengths = {name_of(path): num_lines(path) for path in SOURCES}
-    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
-
-
 SUFFIXES = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json"}
 FOLDERS = ["src", "tests", "benchmarks", "examples", "docs", ".ci"]
 # Places of one machine, and trackers that a reader of the repository cannot open. In brackets, so as not to find itself.
@@ -244,9 +232,14 @@ def of_torch() -> set[str]:
 
 
 @functools.cache
+def defined_in_the_library() -> frozenset[str]:
+    return frozenset().union(*(defined_in(tree_of(path)) for path in SOURCES))
+
+
+@functools.cache
 def library() -> frozenset[str]:
     """The private names of the library."""
-    return frozenset().union(*(defined_in(tree_of(path)) for path in SOURCES)) - of_torch()
+    return defined_in_the_library() - of_torch()
 
 
 def reaches(path: Path) -> list[str]:
@@ -299,3 +292,83 @@ def test_reaching_inside_is_found(text: str, found: list[str], tmp_path: Path) -
     path = tmp_path / "test_it.py"
     path.write_text(text)
     assert reaches(path) == found
+
+
+# Private names of torch that are read outside of torch_private.
+READ_ELSEWHERE = {
+    "lab/emulation/link.py": {"_register_backend", "_set_default_backend"},  # its process group is made as torch's are
+}
+NOT_TORCHS = {"_exit", "_current_frames", "_getframe", "_fields", "_models"}  # of Python, and of Accelerate
+
+
+@functools.cache
+def of_torchs_objects() -> frozenset[str]:
+    objects = (nn.Module(), torch.Tensor, torch.optim.Optimizer, LRScheduler, dist.ProcessGroup)
+    return frozenset(name for each in objects for name in dir(each) if is_private(name))
+
+
+def private_to_torch(tree: ast.Module) -> list[str]:
+    """The private names of torch that a file imports, or reads from an object.
+
+    What a class reads from itself is its own, or part of the interface of the class of torch's that it derives from.
+    """
+    own, found = defined_in(tree), list[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found += [alias.name for alias in names if is_private_to_torch(alias.name)]
+            case ast.ImportFrom(module=str(module), names=names):
+                found += [alias.name for alias in names if is_private_to_torch(f"{module}.{alias.name}")]
+            case _:
+                found += [name for name in read_by(node) if name not in own]
+    return found
+
+
+def is_private_to_torch(path: str) -> bool:
+    first, *others = path.split(".")
+    return first == "torch" and any(map(is_private, others))
+
+
+def read_by(node: ast.AST) -> Iterator[str]:
+    """The private names that are not the library's, as far as names tell."""
+    match node:
+        case ast.Attribute(attr=name) if not is_of_self(node):
+            names = [name]
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            names = [name]
+        case ast.Call(func=ast.Name(id="attrgetter" | "methodcaller"), args=[ast.Constant(value=str(name)), *_]):
+            names = name.split(".")
+        case ast.Subscript(value=ast.Call(func=ast.Name(id="vars")), slice=ast.Constant(value=str(name))):
+            names = [name]
+        case _:
+            names = []
+    for name in names:
+        is_torchs = name in of_torchs_objects() or (isinstance(node, ast.Attribute) and is_of_others(node))
+        if is_private(name) and name not in NOT_TORCHS and (is_torchs or name not in defined_in_the_library()):
+            yield name
+
+
+def test_private_names_of_torch_are_in_one_place() -> None:
+    root = ROOT / "src" / "undertow"
+    outside = {path.relative_to(root).as_posix(): path for path in SOURCES if path.parent.name != "torch_private"}
+    assert {name: set(found) for name, path in outside.items() if (found := private_to_torch(tree_of(path)))} == READ_ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("from torch._utils import _flatten_dense_tensors", ["_flatten_dense_tensors"]),
+        ("from torch.distributed.utils import _to_kwargs", ["_to_kwargs"]),
+        ("torch._foreach_add_(first, second)", ["_foreach_add_"]),
+        ("list(part._buffers)", ["_buffers"]),
+        ("torch._C._current_graph_task_id()", ["_current_graph_task_id", "_C"]),
+        ("attrgetter('_version')", ["_version"]),
+        ("getattr(model, '_orig_mod', model)", ["_orig_mod"]),
+        ("vars(optimizer)['_opt_called'] = True", ["_opt_called"]),
+        ("import torch.distributed as dist\nsync._engine.rounds\nos._exit(1)\nself._buffers", []),
+        ("class Mine:\n    def f(self, other):\n        self._values = 1\n        return other._values", []),
+    ],
+)
+def test_a_private_name_of_torch_is_found(text: str, found: list[str]) -> None:
+    assert private_to_torch(ast.parse(text)) == found

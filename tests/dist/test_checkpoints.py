@@ -238,10 +238,31 @@ def test_parameters_of_16_bits_come_from_and_go_to_a_plain_optimizer(path: Path)
         save_checkpoint(path, model, optimizer)
         wanted = whole_state(model, optimizer)
     with trained_by(plain, seed=9) as (model, optimizer):
-        load_checkpoint(path, model, optimizer)
+        with told_on_the_first_rank("'exp_avg' of .* from torch.float32 to torch.bfloat16"):
+            load_checkpoint(path, model, optimizer)
         require_equal(whole_state(model, optimizer)["model"], wanted["model"])
         train(plain, model, optimizer, steps=range(3, 4))
         assert {key for state in optimizer.state.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def told_on_the_first_rank(text: str) -> contextlib.AbstractContextManager[object]:
+    return pytest.warns(UserWarning, match=text) if dist.get_rank() == 0 else contextlib.nullcontext()
+
+
+@in_ranks(2)
+def test_a_sharded_optimizer_goes_on_with_states_of_another_dtype(path: Path) -> None:
+    narrow = nn.Linear(4, 4).bfloat16()
+    with training(narrow, "ddp") as (model, optimizer):
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        save_checkpoint(path, model, optimizer)
+        wanted = [state["exp_avg"].float() for state in optimizer.state.values()]
+    with training(nn.Linear(4, 4), "zero1") as (model, optimizer):
+        with told_on_the_first_rank("'weight' from torch.bfloat16 to torch.float32"):
+            load_checkpoint(path, model, optimizer)
+        assert all(map(torch.equal, [state["exp_avg"] for state in optimizer.state_dict()["state"].values()], wanted))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
 
 
 def saves_and_is_killed(path: Path, at: str, number: int) -> None:

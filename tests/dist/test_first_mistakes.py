@@ -6,13 +6,17 @@ close (tests/dist/test_scripts.py), and `state_dict()` on rank 0 only (tests/fau
 
 import contextlib
 import re
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 
 from support.errors import refusal, text_of
+from support.processes import free_port
 from support.project import ROOT
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel, PhaseError, ShardedGradientError, ShardedOptimizer, SyncConfig, WrongType, attach
@@ -71,6 +75,30 @@ def test_the_page_quotes_what_torch_says_without_torchrun(monkeypatch: pytest.Mo
     quoted = "environment variable RANK expected, but not set"
     assert f"| `{quoted}` |" in PAGE
     assert quoted in text_of(ValueError, lambda: dist.init_process_group("gloo"))
+
+
+def test_too_few_processes_wait_inside_of_torchs_call_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the library runs before the processes have met."""
+    names = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    (row,) = [line for line in PAGE.splitlines() if line.startswith("| nothing, inside `init_process_group` |")]
+    assert "torch waits for 30 minutes, then says how many `clients joined`" in row
+    assert default_pg_timeout == timedelta(minutes=30)
+    begun = partial(dist.init_process_group, "gloo", timeout=timedelta(seconds=1))
+    assert "1/3 clients joined" in text_of(dist.DistStoreError, begun)
+
+
+def test_one_process_trains_alone_and_its_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No error: one rank is a job too."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 2))) as model:
+        model(torch.ones(1, 2)).sum().backward()
+        advice = model.report().advice
+    dist.destroy_process_group()
+    assert advice == "A single rank has nothing to communicate: no step is recorded."
+    assert f"| nothing, and `model.report()` says `{advice.partition(':')[0]}` |" in PAGE
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.alike import of_all_ranks
 from support.checkpoints import require_equal as require_same
 from support.errors import text_of
 from support.levels import some
@@ -25,6 +26,7 @@ from undertow import (
     DistributedDataParallel,
     Outer,
     PhaseError,
+    PlanMismatch,
     ReplicaMismatch,
     load_checkpoint,
     save_checkpoint,
@@ -116,49 +118,108 @@ def assigned(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> 
     return made
 
 
-EVENTS = ["swap", "swap on 1", "copy", "assign", "evaluate", "state", "break 0", "break 1", "-", "-"]
+def taken_back(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, number: int, *, first: str) -> None:
+    """Trains on, and loads the states from before: the "outer" one first, or the module's."""
+    of_outer, of_module, of_optimizer = ddp.outer.state_dict(), values_of(ddp), copy.deepcopy(optimizer.state_dict())
+    train(ddp, optimizer, range(number + 1, number + 4))
+    if first == "outer":
+        ddp.outer.load_state_dict(of_outer)
+    ddp.load_state_dict(of_module)
+    if first == "module":
+        ddp.outer.load_state_dict(of_outer)
+    optimizer.load_state_dict(of_optimizer)
+
+
+EVENTS = [
+    *("swap", "swap on 1", "copy", "assign", "evaluate", "state", "break 0", "break 1", "cut", "cut"),
+    *("take back, outer first", "take back, module first", "-", "-"),
+]
+
+
+class DrawnRun:
+    """A run with events between its steps; what they change of the training happens to the reference too."""
+
+    def __init__(self, drawn: random.Random, stack: contextlib.ExitStack) -> None:
+        every = drawn.randint(1, 5)
+        self.outer = Outer(
+            every=every,
+            fragments=drawn.randint(1, 4),
+            delay=drawn.randrange(every),
+            wire=drawn.choice([None, "int8", "bfloat16"]),
+            mix=drawn.choice([0.0, 0.5]),
+        )
+        self.reference = Reference(self.outer, dist.get_world_size())
+        self.stack, self.number = stack, 0
+        self.ddp: Any = stack.enter_context(replica(net(), self.outer, nonfinite="skip"))
+        self.optimizer = adamw(self.ddp)
+
+    def step(self, event: str) -> None:
+        breaks = [int(event[-1])] if event.startswith("break") else []
+        num_micro_batches = 2 if event == "cut" else 1
+        step(self.ddp, self.optimizer, self.number, num_micro_batches, breaks, is_cut=event == "cut")
+        self.reference.step(num_micro_batches, breaks)
+
+    def happen(self, event: str) -> None:
+        """Steps, and then lets the event happen."""
+        self.step(event)
+        ddp = self.ddp
+        match event:
+            case "swap":
+                swap(ddp)
+            case "swap on 1":
+                swap(ddp, on=1)
+            case "copy":
+                self.ddp, self.optimizer = copied(ddp, self.optimizer)
+                self.stack.enter_context(contextlib.closing(self.ddp))
+            case "assign":
+                self.optimizer = assigned(ddp, self.optimizer)
+            case "evaluate":
+                with torch.inference_mode(), ddp.outer.synchronized():
+                    loss_of(ddp.eval(), 0, 0)
+                ddp.train()
+            case "state":
+                get_optimizer_state_dict(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+            case "take back, outer first" | "take back, module first":
+                taken_back(ddp, self.optimizer, self.number, first=event.split()[2])
+        what = f"step {self.number}, {event!r}, {self.outer}"
+        require_equal(self.ddp.module, self.reference.models[dist.get_rank()], what)
+        self.number += 1
 
 
 @pytest.mark.deep
 @in_ranks(2)
-@pytest.mark.parametrize("seed", some(range(10), most=1))
+@pytest.mark.parametrize("seed", some(range(16), most=1))
 def test_a_drawn_program_with_events_between_steps_is_the_reference(seed: int) -> None:
     drawn = random.Random(seed)
-    every = drawn.randint(1, 5)
-    outer = Outer(
-        every=every,
-        fragments=drawn.randint(1, 4),
-        delay=drawn.randrange(every),
-        wire=drawn.choice([None, "int8", "bfloat16"]),
-        mix=drawn.choice([0.0, 0.5]),
-    )
-    events = [drawn.choice(EVENTS) for _ in range(14)]
-    what = f"{events} of {outer}"
-    reference = Reference(outer, dist.get_world_size())
     with contextlib.ExitStack() as stack:
-        ddp: Any = stack.enter_context(replica(net(), outer, nonfinite="skip"))
-        optimizer = adamw(ddp)
-        for number, event in enumerate(events):
-            breaks = [int(event[-1])] if event.startswith("break") else []
-            step(ddp, optimizer, number, breaks=breaks)
-            reference.step(breaks=breaks)
-            match event:
-                case "swap":
-                    swap(ddp)
-                case "swap on 1":
-                    swap(ddp, on=1)
-                case "copy":
-                    ddp, optimizer = copied(ddp, optimizer)
-                    stack.enter_context(contextlib.closing(ddp))
-                case "assign":
-                    optimizer = assigned(ddp, optimizer)
-                case "evaluate":
-                    with torch.inference_mode(), ddp.outer.synchronized():
-                        loss_of(ddp.eval(), 0, 0)
-                    ddp.train()
-                case "state":
-                    get_optimizer_state_dict(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
-            require_equal(ddp.module, reference.models[dist.get_rank()], f"step {number} of {what}")
+        run = DrawnRun(drawn, stack)
+        for event in [drawn.choice(EVENTS) for _ in range(14)]:
+            run.happen(event)
+
+
+@pytest.mark.deep
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("seed", some(range(6), most=1))
+def test_other_settings_on_one_replica_are_the_same_error_in_the_same_step_after_any_events(seed: int) -> None:
+    drawn = random.Random(seed)
+    name, value = drawn.choice([("lr", 0.02), ("betas", (0.8, 0.999)), ("weight_decay", 0.1)])
+    rank = drawn.randrange(2)
+    with contextlib.ExitStack() as stack:
+        run = DrawnRun(drawn, stack)
+        for event in [drawn.choice(EVENTS) for _ in range(drawn.randint(1, 8))]:
+            run.happen(event)
+        (group,) = run.optimizer.param_groups
+        before = group[name]
+
+        def differ_once() -> None:
+            for number in range(20):
+                group[name] = value if number == 0 and dist.get_rank() == rank else before
+                run.step("-")
+                run.number += 1
+
+        text = text_of(PlanMismatch, differ_once)
+        assert f"first difference: {name} of group 0 of AdamW" in text
+        assert of_all_ranks((text, run.number)) == [(text, run.number)] * 2
 
 
 @pytest.mark.deep

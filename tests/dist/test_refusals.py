@@ -161,6 +161,5 @@ def require_works_or_is_refused(features: tuple[str, str], tmp_path: Path) -> No
     assert (told[0], told[-1].strip()) == (what, remedy)
 
 
-def test_the_table_has_known_features_and_few_rows() -> None:
+def test_the_table_has_known_features() -> None:
     assert {name for row in REFUSED for name in row} <= set(FEATURES)
-    assert len(REFUSED) <= 18

@@ -54,6 +54,9 @@ FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "16 bits": (torch.bfloat16, {}),
     "16 bits in int8": (torch.bfloat16, {"param_wire": "int8"}),
     "full width": (torch.float32, {}),
+    "gradients in int8": (torch.float32, {"wire": "int8"}),
+    "gradients in bfloat16": (torch.float32, {"wire": "bfloat16"}),
+    "all in int8": (torch.float32, {"wire": "int8", "param_wire": "int8"}),
 }
 WAYS = ("files", "model first", "optimizer first", "torch's functions", "a new run")
 
@@ -89,10 +92,13 @@ class Resumed:
 
     def step(self, factor: float = 1.0) -> None:
         self.num_steps += factor == 1.0
+        self.backward(factor)
+        self.optimizer.step()
+
+    def backward(self, factor: float = 1.0) -> None:
         data = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * self.num_steps + dist.get_rank()))
         self.optimizer.zero_grad()
         (self.model(data.to(self.dtype)).float().square().mean() * factor).backward()
-        self.optimizer.step()
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -106,6 +112,8 @@ class Resumed:
 
     def resume(self, way: str, *, is_rolled_back: bool = False) -> None:
         if self.path is None:
+            if is_rolled_back and way != "a new run" and self.settings.get("wire") == "int8":
+                self.backward()  # offsets turn on with a second synchronization of the same parameters
             return
         of_model, of_optimizer = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         by_torch = copy.deepcopy(torchs.get_state_dict(self.model, self.optimizer)) if way == "torch's functions" else None

@@ -212,6 +212,7 @@ CHANGES = {
     "a larger unit": "replace 1 odd",
     "all replaced": "replace 0, replace 1, replace 2",
     "all assigned": "assign",
+    "LoRA put in late": "adapt 0, adapt 1, adapt 2",
     "removed": "remove",
     "new data": "move",
     "cast to double": "to float64",
@@ -219,7 +220,7 @@ CHANGES = {
     "channels last": "to channels_last",
 }
 IN_A_GRAPH = ("thawed", "extended")  # of tensors that are there still
-ALL_SITUATIONS = (*IN_A_GRAPH, "exchanged", "a larger unit")
+ALL_SITUATIONS = (*IN_A_GRAPH, "exchanged", "a larger unit", "LoRA put in late")
 # A change comes at "*".
 SITUATIONS = {
     "before the first step": "*, zero, forward 012, backward, step, zero, forward 012, backward, step",
@@ -252,6 +253,20 @@ CHANGED = {
         if situation == "after the first step" or change in ALL_SITUATIONS
         if situation != "between forward and backward" or change in IN_A_GRAPH
     },
+    **{
+        f"LoRA put in late, {situation}, {strategy}": changed(situation, "LoRA put in late", strategy=strategy)
+        for strategy, situation in (
+            ("zero1", "after the first step"),
+            ("zero1", "while accumulating"),
+            ("zero2", "after the first step"),  # no shards of gradients are held then
+        )
+    },
+    "LoRA put in late, and a layer thawed after it, zero1": Program(
+        events="zero, forward 012, backward, step, adapt 0, adapt 2, freeze 1, zero, forward 012, backward, step, "
+        "thaw 1, zero, forward 012, backward, step",
+        strategy="zero1",
+        times=1,
+    ),
     "the last unit thawed, of which no forward tells": Program(
         before="freeze 0, freeze 2",
         events="look now, zero, forward 012 inside, backward, thaw 2, zero, forward 012 inside, backward, step",

@@ -199,10 +199,14 @@ def step(
     number: int,
     num_micro_batches: int = 1,
     breaks: Collection[int] = (),
+    *,
+    is_cut: bool = False,
 ) -> None:
+    """With `is_cut`, all backwards only accumulate, as in a window that ends with the epoch."""
     optimizer.zero_grad()
     for micro_batch in range(num_micro_batches):
-        with ddp.no_sync() if micro_batch < num_micro_batches - 1 else contextlib.nullcontext():
+        is_last = micro_batch == num_micro_batches - 1
+        with contextlib.nullcontext() if is_last and not is_cut else ddp.no_sync():
             loss_of(ddp, number, dist.get_rank(), micro_batch).backward()
     if dist.get_rank() in breaks:
         break_(ddp.module)

@@ -23,7 +23,7 @@ from support.inside import late_ops, sharding_of
 from support.models import noise
 from support.naive import alone, of_all
 from support.sharded import chain, mesh_of
-from support.units import IN_PARTS, WIDTH, Units, made
+from support.units import IN_PARTS, WIDTH, Units, adapted, made
 from undertow import DistributedDataParallel, PeerFailed, PhaseError, ShardedOptimizer, SyncConfig, attach, clip_grad_norm_
 from undertow.schedule import OpKind
 
@@ -177,6 +177,8 @@ CHANGES: dict[str, Callable[..., object]] = {
     "renew": lambda units, _, index: setattr(units[int(index)], "weight", nn.Parameter(made("linear", 60).weight.detach())),
     # A parameter more for a unit that may have one.
     "extend": lambda units, _, index: setattr(units[int(index)], "shift", nn.Parameter(torch.full((WIDTH,), 0.5))),
+    # An adapter for a unit, which is frozen itself.
+    "adapt": lambda units, number, index: units.__setitem__(int(index), adapted(units[int(index)], 70 + number)),
     "append": lambda units, number, kind="linear": units.append(made(kind, 50 + number)),
     "remove": lambda units, _: units.__delitem__(-1),
     "to": lambda units, _, how: units.to(**{"dtype" if "float" in how else "memory_format": getattr(torch, how)}),

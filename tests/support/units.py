@@ -82,6 +82,19 @@ class Shift(nn.Module):
         return self.layer(x) if self.shift is None else self.layer(x) + self.shift
 
 
+class Adapted(nn.Module):
+    """A layer that is frozen, with two small matrices beside it that are trained, as LoRA puts them in."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
 class Applied(nn.Module):
     def __init__(self, way: Callable[[nn.Linear, Tensor], Tensor]) -> None:
         super().__init__()
@@ -179,6 +192,13 @@ def made(kind: str, seed: int) -> nn.Module:
     with _LOCK:
         torch.manual_seed(seed)
         return UNITS[kind]()
+
+
+def adapted(layer: nn.Module, seed: int) -> nn.Module:
+    """The same on every rank, also if ranks are threads."""
+    with _LOCK:
+        torch.manual_seed(seed)
+        return Adapted(layer)
 
 
 class Units(nn.Module):

@@ -23,7 +23,7 @@ from undertow.buckets.memory import strides_of_gradient
 from undertow.checkpoint import files
 from undertow.checkpoint.opened import Opened
 from undertow.engine.progress import params_of
-from undertow.errors import CheckpointError, listed, require
+from undertow.errors import CheckpointError, require
 from undertow.mesh.local_tensors import distributed, local_tensor, placed_like, placement_of
 from undertow.optim.inner_optimizer import hyper_parameters
 from undertow.optim.sharded_optimizer import ShardedOptimizer
@@ -182,16 +182,15 @@ def state_for_model(
     return {key: placed_like(value, stored[_plain(key)]) for key, value in present}
 
 
-def converted(names: Names, state: Mapping[str, Any]) -> str:
-    """Returns the tensors that a load converts to another dtype, in words; nothing if it converts
-    none."""
+def converted(names: Names, state: Mapping[str, Any]) -> list[str]:
+    """Returns the tensors of the model that a load converts to another dtype, in words."""
     found = []
     for key, value in state.items():
         present = names.state[_plain(key)]
         are_tensors = isinstance(value, Tensor) and isinstance(present, Tensor)
         if are_tensors and value.dtype != present.dtype and not key.endswith(_EXTRA_STATE):
             found.append(f"{_plain(key)!r} from {value.dtype} to {present.dtype}")
-    return listed(found)
+    return found
 
 
 def are_of_one_kind(saved: Tensor, present: Tensor) -> bool:

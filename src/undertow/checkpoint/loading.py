@@ -14,7 +14,7 @@ from undertow.checkpoint import contents, files, states
 from undertow.checkpoint.opened import Opened
 from undertow.checkpoint.ranks import CheckpointRanks, require_same_axes
 from undertow.checkpoint.replicated import Replicated
-from undertow.errors import CheckpointError, require
+from undertow.errors import CheckpointError, listed, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
 
@@ -49,6 +49,7 @@ class Loading:
         self._of_model: dict[str, Any] = {}
         self._of_optimizers: list[dict[str, Any]] = []
         self._of_outer: dict[str, Any] = {}
+        self._rounded: list[str] = []  # states of optimizers, in words
 
     def read_shares(self) -> str:
         """Reads this rank's share of the tensors that every rank needs. Returns a text that is the
@@ -95,12 +96,12 @@ class Loading:
             name = files.replica_file(replica)
             self._of_outer = contents.state_for_outer(opened, index)
         self._of_model = contents.state_for_model(opened, index, names, name=name)
-        self._of_optimizers = [
-            states.state_for_optimizer(
+        for number, each in enumerate(self._optimizers):
+            state, rounded = states.state_for_optimizer(
                 opened, index, names, each, self._parts[number], number=number, replica=replica
             )
-            for number, each in enumerate(self._optimizers)
-        ]
+            self._of_optimizers.append(state)
+            self._rounded += rounded
         self._require_whole()
 
     @property
@@ -150,7 +151,7 @@ class Loading:
 
     def put(self) -> None:
         """Puts everything in place."""
-        of_other_dtypes = contents.converted(self._names, self._of_model)
+        of_other_dtypes = contents.converted(self._names, self._of_model) + self._rounded
         # The model comes first: an optimizer derives missing fp32 values from 16-bit parameters.
         self._names.module.load_state_dict(self._of_model)
         for each, state in zip(self._optimizers, self._of_optimizers, strict=True):
@@ -159,8 +160,10 @@ class Loading:
             self._outer.load_state_dict(self._of_outer)
         if of_other_dtypes and self._ranks.rank == 0:
             warnings.warn(
-                f"the checkpoint has other dtypes than the model: {of_other_dtypes}.\n"
+                "the checkpoint has other dtypes than the model or its optimizer: "
+                f"{listed(of_other_dtypes)}.\n"
                 f"  {self._folder}\n"
-                "  Values are converted. Make the model as it was saved to keep all of their bits.",
+                "  Values are converted. Make the model and the optimizer as they were saved to "
+                "keep all of their bits.",
                 stacklevel=4,
             )

@@ -32,6 +32,7 @@ from undertow.errors import CheckpointError, require
 from undertow.foreign import parsed_json
 from undertow.mesh.local_tensors import local_tensor, placed_like
 from undertow.optim.state import MASTER, OF_EXACT, axes_in_memory, nested, room_in_order
+from undertow.ranks.exchanges import accumulation_dtype
 from undertow.sharded.params import ShardPart
 
 
@@ -44,11 +45,12 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
     *,
     number: int,
     replica: int = 0,
-) -> dict[str, Any]:
-    """Returns the state dict to load, with this rank's `parts` of a sharded state; None if the
-    optimizer is not sharded.
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the state dict to load, and the states in words that lose bits: the optimizer keeps
+    them in a narrower dtype.
 
-    `number` is its place among the saved optimizers.
+    It has this rank's `parts` of a sharded state; None if the optimizer is not sharded. `number` is
+    its place among the saved optimizers.
     """
     present, folder = index["optimizers"], opened.folder
     about = present[number]
@@ -73,6 +75,7 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
     }
     needs = _Needs(folder, params, parts_of, others, about["axes"])
     state: dict[str, dict[str, Any]] = {}
+    rounded: list[str] = []
     found, orders = _read(opened, entries_by_file(index, replica), needs)
     for (name, key), value in found.items():
         param = params[name]
@@ -84,6 +87,11 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
             is_torchs = class_of(optimizer).__module__.startswith("torch.optim")
             text = f"has {key!r} of {name!r} {described(value)}, for a parameter of {param.dtype}"
             require_same(not is_torchs or are_of_one_kind(value, param), folder, text)
+            if is_torchs and key not in OF_EXACT:
+                kept = param.dtype if parts is None else accumulation_dtype(param.dtype)
+                if value.dtype.itemsize > kept.itemsize:
+                    rounded.append(f"{key!r} of {name!r} from {value.dtype} to {kept}")
+                value = value.to(kept)
             if parts is None:
                 value = placed_like(held[name], value)
         elif part is not None:
@@ -96,7 +104,7 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
             state.setdefault(name, {})[key] = value
     state = {name: nested(of_param) for name, of_param in state.items()}
     groups = _groups(about["param_groups"], names, optimizer, folder)
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups}, rounded
 
 
 @dataclass(frozen=True, slots=True)

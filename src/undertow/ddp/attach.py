@@ -189,8 +189,7 @@ def checked(
         *names_to_ignore(module, ignore),
         *names_to_ignore(module, () if config is None else config.ignore),
     ]
-    # by _set_params_and_buffers_to_ignore_for_model
-    marked = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    marked = private.ignored_by_ddp(module)
     if marked and caller == "DistributedDataParallel":
         ignored += {
             name for name, _ in (*tables.named_parameters(module), *tables.named_buffers(module))

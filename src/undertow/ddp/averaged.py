@@ -13,7 +13,7 @@ def require_averaged(wrapper: nn.Module, wrapped: nn.Module, *, rank: int) -> No
     itself, not on the module that it has wrapped."""
     if not torch.is_grad_enabled():
         return
-    module = wrapper._modules.get("module")
+    module = tables.own_children(wrapper).get("module")
     where = f"DistributedDataParallel, rank {rank}"
     require(
         module is not None and private.unwrapped(module) is private.unwrapped(wrapped),
@@ -29,7 +29,7 @@ def require_averaged(wrapper: nn.Module, wrapped: nn.Module, *, rank: int) -> No
         for name, param in tables.named_parameters(wrapper)
         if param.requires_grad and id(param) not in known
     )
-    name = next(trained, next(iter(wrapper._buffers), None))
+    name = next(trained, next(iter(tables.own_buffers(wrapper)), None))
     require(
         name is None,
         f"{name!r} was registered on the wrapper, not on its module: it is not synchronized.",

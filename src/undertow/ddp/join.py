@@ -9,12 +9,13 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from undertow.buckets.facts import FactCodec
 from undertow.config import refused
 from undertow.plan.facts import FactKind
 from undertow.sync.gradient_sync import GradientSync
+from undertow.torch_private import private
 
 _ACTIONS = {
     "offers": FactKind.RANK_FLAGS,  # its tensors, which the others take over
@@ -46,7 +47,7 @@ class UnevenInputs(Join):
         finally:
             # torch no longer uses the user's group
             self._hook.sync._group.borrowers.discard("join")
-            self._joinables[0]._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+            private.end_join(self._joinables[0])
 
     def _get_num_nonjoined_procs(self) -> int:
         with self._hook.sync._group.waiting("the next action of ranks with data"):

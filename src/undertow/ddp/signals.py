@@ -18,6 +18,7 @@ from undertow.engine.stop import StopRequest
 from undertow.errors import PhaseError, WrongType, require
 from undertow.foreign import as_float
 from undertow.sync.gradient_sync import GradientSync
+from undertow.torch_private import private
 
 _WHERE = "stop_on_signal"
 # Python's own handlers end the process, which is what this replaces.
@@ -113,7 +114,7 @@ class _Handler:
 
 def _request_of(model: object) -> StopRequest:
     """Returns the request of the model; raises WrongType unless Undertow synchronizes it."""
-    whole = getattr(model, "_orig_mod", model)  # torch.compile's
+    whole = private.uncompiled(model)
     sync = whole.sync if isinstance(whole, DistributedDataParallel) else whole
     if not isinstance(sync, GradientSync):
         raise WrongType(

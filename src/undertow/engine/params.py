@@ -25,7 +25,6 @@ from undertow.ranks.agreement import (
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private, tables
 
-_children_of = attrgetter("_modules")
 _is_trained = attrgetter("requires_grad")
 _device_and_dtype = attrgetter("device", "dtype")
 
@@ -39,7 +38,7 @@ class _Census:
 
     def __init__(self, module: nn.Module) -> None:
         modules = [part for _, part in tables.named_modules(module)]
-        self._parameters = [part._parameters.values for part in modules]
+        self._parameters = [tables.own_parameters(part).values for part in modules]
         # Weak, unlike the tables of parameters: a child may refer to its parent and keep it alive
         # forever.
         self._modules = list(map(weakref.ref, modules))
@@ -50,7 +49,7 @@ class _Census:
         ]
         self._distributed = distributed(self.params)
         # Of ordinary modules without a search for the method.
-        is_usual = all(isinstance(part._modules, dict) for part in modules)
+        is_usual = all(isinstance(tables.own_children(part), dict) for part in modules)
         self._values_of = dict.values if is_usual else methodcaller("values")
         self._then = self._now()
 
@@ -67,7 +66,7 @@ class _Census:
             return True
 
     def _now(self) -> tuple[Sequence[object], ...]:
-        children = map(self._values_of, map(_children_of, map(call, self._modules)))
+        children = map(self._values_of, map(tables.own_children, map(call, self._modules)))
         return (
             list(map(id, chain.from_iterable(children))),
             list(map(id, chain.from_iterable(map(call, self._parameters)))),

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import undertow
 from undertow import ShardedOptimizer, SyncConfig
 from undertow.errors import require
+from undertow.torch_private import private
 
 
 def prepare(
@@ -73,7 +74,7 @@ def prepare(
     ]
     signals = tuple(stop_signals)
     for item in items:
-        model = getattr(item, "_orig_mod", item)  # torch.compile's, which Accelerate may call
+        model = private.uncompiled(item)  # Accelerate may call torch.compile
         if signals and isinstance(model, undertow.DistributedDataParallel):
             _stop_on_signal(accelerator, model, signals)
     # Accelerate leaves an object as it is that it has prepared before.

@@ -167,12 +167,11 @@ def _move(
     if _is_watched(optimizer):
         # has torch replace this step too, and changes no rate
         torch.optim.lr_scheduler.ConstantLR(sharded, factor=1.0)
-        if "_opt_called" in vars(optimizer):
-            vars(sharded)["_opt_called"] = True
+        private.note_steps_before_schedulers(optimizer, sharded)
 
 
 def _with_parts(schedulers: Iterable[Any]) -> Iterator[Any]:
     """Returns schedulers, and after each one the schedulers that it runs in turn or together."""
     return chain.from_iterable(
-        [each, *_with_parts(getattr(each, "_schedulers", ()))] for each in schedulers
+        [each, *_with_parts(private.inner_schedulers(each))] for each in schedulers
     )

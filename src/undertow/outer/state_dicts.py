@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from undertow.torch_private import tables
 from undertow.torch_private.module_hook import after_state_dicts
 
 # Returns a copy of the global value of a parameter or a buffer; None if it has none.
@@ -48,8 +49,7 @@ class StateDicts:
         if self._state is None or self._state() is not state:
             self._state = _reference(state)
             self._copies = weakref.WeakValueDictionary()
-        tensors = {**part._parameters, **part._buffers}
-        for key, tensor in tensors.items():
+        for key, tensor in tables.own_tensors(part):
             present = state.get(prefix + key)
             if tensor is None or present is None or present is tensor:
                 continue

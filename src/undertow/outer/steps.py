@@ -105,8 +105,7 @@ class StepCounter:
         of this optimizer."""
         # A fused optimizer steps also then, and skips by itself. For others the scaler waits for
         # these numbers too.
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        is_own = bool(self._own(optimizer)) and not is_fused
+        is_own = bool(self._own(optimizer)) and not unscaling.is_done_by_step(optimizer)
         return is_own and any(value.item() for value in found.values())
 
     def skip(self, optimizer: Optimizer) -> bool:

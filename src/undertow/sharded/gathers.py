@@ -367,7 +367,7 @@ def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableH
 def _own_params(module: nn.Module) -> Iterator[Tensor | None]:
     """Yields the parameters of a module, and of parts without a forward, such as nn.ParameterList,
     which nothing calls."""
-    yield from module._parameters.values()
+    yield from tables.own_parameters(module).values()
     for part in module.children():
         if type(part).forward is nn.Module.forward:
             yield from _own_params(part)

@@ -99,7 +99,7 @@ def _named_places(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     """Yields every place where a parameter or buffer is registered, under every name, also if it
     holds None so far."""
     for prefix, part in tables.named_modules(module, is_unique=False):
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+        for name, tensor in tables.own_tensors(part):
             yield tables.joined(prefix, name), tensor
 
 

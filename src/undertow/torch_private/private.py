@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.utils import _to_kwargs
 from torch.utils.hooks import RemovableHandle
 
@@ -191,6 +192,22 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         if type(model).__name__ == "OptimizedModule"
         else model
     )
+
+
+def uncompiled(model: Any) -> Any:
+    """Returns the module that torch.compile was called on, or the object itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def ignored_by_ddp(module: torch.nn.Module) -> Collection[str]:
+    """Returns the names that the module's author has told torch's class to leave out, by
+    `_set_params_and_buffers_to_ignore_for_model`."""
+    return cast(Collection[str], getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def end_join(model: Joinable) -> None:
+    """Makes the model's forwards announce nothing to ranks inside torch's Join."""
+    model._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
 
 def is_held_by_torch(tensor: torch.Tensor) -> bool:
@@ -401,6 +418,22 @@ def step_unwatched(optimizer: torch.optim.Optimizer) -> None:
         step.__wrapped__(optimizer)
     else:
         optimizer.step()
+
+
+def inner_schedulers(scheduler: Any) -> Sequence[Any]:
+    """Returns the schedulers that this one runs in turn or together."""
+    return cast(Sequence[Any], getattr(scheduler, "_schedulers", ()))
+
+
+def note_steps_before_schedulers(
+    earlier: torch.optim.Optimizer, optimizer: torch.optim.Optimizer
+) -> None:
+    """Lets schedulers of `optimizer` know of a step of the `earlier` one that it replaces.
+
+    Otherwise they warn that no step precedes theirs.
+    """
+    if "_opt_called" in vars(earlier):
+        vars(optimizer)["_opt_called"] = True
 
 
 def run_last(param: torch.Tensor, hook: RemovableHandle) -> bool:

@@ -6,10 +6,16 @@ for the optimizer. Every rank averages all that autograd reaches, so the library
 themselves. Names and order are torch's.
 """
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from operator import attrgetter
 from typing import Any, cast
 
 from torch import Tensor, nn
+
+# The tables of the children and of the parameters that a module itself has. Asked for every module
+# in every forward, hence without a frame.
+own_children: Callable[[Any], Any] = attrgetter("_modules")
+own_parameters: Callable[[Any], Any] = attrgetter("_parameters")
 
 
 class _ScriptTable:
@@ -33,6 +39,11 @@ def own_buffers(module: nn.Module) -> MutableMapping[str, Tensor | None]:
     table = module._buffers if isinstance(module._buffers, dict) else _ScriptTable(module._buffers)
     # Right for a _ScriptTable: only the methods above are called.
     return cast(MutableMapping[str, Tensor | None], table)
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    """Returns the parameters and buffers that the module itself has, by name; some may be None."""
+    return [*module._parameters.items(), *module._buffers.items()]
 
 
 def named_modules(module: nn.Module, *, is_unique: bool = True) -> Iterator[tuple[str, nn.Module]]:

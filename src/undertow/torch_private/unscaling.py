@@ -46,6 +46,12 @@ def around_unscaling(around: Around) -> Callable[[], None]:
     return undo
 
 
+def is_done_by_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if a scaler leaves unscaling, and skipping, to the optimizer's step: a fused
+    one."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 @untraced
 def _unscale_within(
     scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any

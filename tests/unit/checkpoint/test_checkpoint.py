@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -438,6 +439,39 @@ def test_whatever_is_changed_is_loaded_or_is_an_error_and_no_other_file_is_touch
     assert {path: (found.st_size, found.st_mtime_ns) for path, found in before.items()} == {
         path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")
     }
+
+
+def told(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Loads, and returns what is told."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        load_checkpoint(path, model, optimizer)
+    return [str(warning.message) for warning in found]
+
+
+def test_other_dtypes_than_the_models_are_converted_and_told(saved: Path) -> None:
+    model, optimizer = made(seed=2)
+    names = [f"'{name}' from torch.float32 to torch.bfloat16" for name in ("0.weight", "0.bias", "1.weight")]
+    assert told(saved, model.bfloat16(), optimizer) == [
+        f"the checkpoint has other dtypes than the model or its optimizer: {', '.join(names)} and 9 more.\n"  # two states of each
+        f"  {saved}\n"
+        "  Values are converted. Make the model and the optimizer as they were saved to keep all of their bits."
+    ]
+    wanted = made(seed=1)[0].bfloat16()
+    assert all(map(torch.equal, model.parameters(), wanted.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_state_of_another_dtype_is_converted_and_told_if_it_loses_bits(saved: Path, dtype: torch.dtype) -> None:
+    change_state(**{"0.weight/exp_avg[0:6]": torch.full((6,), 0.1, dtype=dtype)})(saved)
+    model, optimizer = made(seed=2)
+    texts = told(saved, model, optimizer)
+    rounded = "'exp_avg' of '0.weight' from torch.float64 to torch.float32"
+    assert [rounded in text for text in texts] == [True] * (dtype is torch.float64)
+    state = optimizer.state[model[0].weight]["exp_avg"]
+    assert torch.equal(state, torch.full((3, 2), 0.1, dtype=dtype).float())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
 
 
 def test_a_checkpoint_of_torchs_format_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -162,7 +162,39 @@ def test_rpc_and_the_profiler_are_seen_only_if_they_run() -> None:
 
 def test_a_module_is_found_inside_of_a_compiled_one() -> None:
     module = nn.Linear(1, 1)
-    assert private.unwrapped(module) is private.unwrapped(torch.compile(module, backend="eager")) is module
+    compiled = torch.compile(module, backend="eager")
+    assert private.unwrapped(module) is private.unwrapped(compiled) is module
+    assert private.uncompiled(module) is private.uncompiled(compiled) is module
+
+
+def test_names_that_torchs_class_is_told_to_ignore_are_read() -> None:
+    module = nn.Linear(1, 1)
+    assert list(private.ignored_by_ddp(module)) == []
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    assert list(private.ignored_by_ddp(module)) == ["bias"]
+
+
+def test_the_end_of_a_join_disables_what_its_beginning_has_enabled(one_rank: Any) -> None:
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    with ddp.join():
+        assert ddp._join_config.enable
+        private.end_join(ddp)
+        assert not ddp._join_config.enable
+
+
+def test_schedulers_inside_of_one_are_found() -> None:
+    optimizer = torch.optim.SGD([ones()], lr=1.0)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0) for _ in range(2)]
+    assert [*private.inner_schedulers(torch.optim.lr_scheduler.ChainedScheduler(parts))] == parts
+    assert [*private.inner_schedulers(parts[0])] == []
+
+
+def test_a_scheduler_of_another_optimizer_knows_that_a_step_came_first() -> None:
+    optimizers = [torch.optim.SGD([with_gradient()], lr=1.0) for _ in range(2)]
+    _, later = [torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0) for optimizer in optimizers]
+    optimizers[0].step()
+    private.note_steps_before_schedulers(*optimizers)
+    later.step()  # without the warning that no step precedes it
 
 
 def test_scaled_gradients_are_scaled_before_each_addition_and_not_where_nothing_is_added() -> None:

@@ -72,6 +72,19 @@ def test_the_table_of_a_script_has_a_dicts_methods() -> None:
     )
 
 
+def test_a_module_has_tables_of_its_own_members() -> None:
+    model = with_gaps()
+    assert (list(tables.own_parameters(model)), list(tables.own_buffers(model))) == (["again", "none"], ["count"])
+    assert list(tables.own_children(model))[:3] == ["0", "1", "twice"]
+    assert [(name, tensor is None) for name, tensor in tables.own_tensors(model)] == [
+        ("again", False),
+        ("none", True),
+        ("count", False),
+    ]
+    norm = nn.BatchNorm1d(2)
+    assert [name for name, _ in tables.own_tensors(scripted(norm))] == [name for name, _ in tables.own_tensors(norm)]
+
+
 def test_a_deep_copy_has_tables_of_its_own() -> None:
     model = with_gaps()
     copied: dict[str, Tensor] = dict(tables.named_parameters(copy.deepcopy(model)))

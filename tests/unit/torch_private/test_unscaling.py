@@ -40,6 +40,12 @@ def test_what_is_around_unscaling_is_called_wherever_a_scaler_looks(how: str) ->
     assert torch.amp.GradScaler._unscale_grads_ is original
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_fused_step_unscales_by_itself(is_fused: bool) -> None:
+    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1.0, fused=is_fused)
+    assert unscaling.is_done_by_step(optimizer) == is_fused
+
+
 def test_gradients_are_unscaled_and_zeroed_together() -> None:
     grads, found = [torch.ones(2), torch.full((2,), torch.inf)], torch.zeros(1)
     unscaling.unscale_each(grads, found, torch.tensor([0.5]))

@@ -224,7 +224,7 @@ def test_a_command_shows(line: str, undertow: Undertow) -> None:
     assert (code, shown in printed, hidden in printed) == (0, True, False)
 
 
-def test_the_plan_of_a_profile_is_the_one_that_training_would_choose(undertow: Undertow) -> None:
+def test_the_plan_of_a_profile_is_the_fastest_that_the_model_predicts_and_the_others_are_listed(undertow: Undertow) -> None:
     _, printed, _ = undertow("plan small.json --link 10gbit,20us")
     choice = what_if().choice
     assert printed.splitlines()[0] == f"ddp, ranks: 4, parameters: 4, MB: 37.75, buckets: {len(choice.best.groups)}"
