@@ -60,7 +60,7 @@ class Explanation(Shown):
             half = _MOST_SIZES // 2
             sizes[half:-half] = ["..."]
         buckets = f"{number} of {', '.join(sizes)} MB{formats}"
-        ranks = f"{self.num_ranks} rank{'' if self.num_ranks == 1 else 's'}"
+        ranks = _counted(self.num_ranks, "rank")
         return f"The plan: {buckets}, {self.strategy}, {ranks}"
 
     def _lines(self) -> Iterator[str]:
