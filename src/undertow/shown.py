@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _HTML = '<pre style="font-family:monospace;line-height:1.2;white-space:pre">{code}</pre>'
 
 
+def counted(number: int, name: str) -> str:
+    """Returns "1 rank", "2 ranks" and so on."""
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
 class Shown:
     """A value that `print`, `rich.print` and a notebook show as tables or lines."""
 

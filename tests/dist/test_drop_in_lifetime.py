@@ -44,9 +44,9 @@ def batch() -> Tensor:
 def require_closed(what: str, call: Callable[[], object]) -> None:
     """The call is refused by the name of what was called."""
     assert text_of(PhaseError, call) == (
-        "this model is closed: its gradients are no longer averaged.\n"
+        "this model is closed, by close() or by a newer wrapper of its parameters: its gradients are no longer averaged.\n"
         f"  {what}, rank {dist.get_rank()}\n"
-        "  Train `model.module`, the module itself, without averaging, or wrap it again."
+        "  Use the newer wrapper. If there is none, wrap `model.module` again, or train it without averaging."
     )
 
 
@@ -213,7 +213,8 @@ def test_the_state_of_shards_cannot_be_gathered_when_the_model_is_closed() -> No
     assert any(optimizer.state.values())  # this rank's shards, which save_checkpoint writes
     for call in (optimizer.state_dict, optimizer.consolidate_state_dict):
         assert text_of(PhaseError, call) == (
-            "the model of this optimizer is closed: its shards are no longer gathered.\n"
+            "the model of this optimizer is closed, by close() or by a newer wrapper of its parameters: its shards are no "
+            "longer gathered.\n"
             f"  ShardedOptimizer, rank {dist.get_rank()}\n"
             "  Call state_dict() before close(); save_checkpoint() works afterwards too."
         )

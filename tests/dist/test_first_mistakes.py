@@ -42,7 +42,7 @@ INSTANCE = """cls must be a class of optimizers, got an instance of AdamW.
 undertow.shard_optimizer(optimizer, model)."""
 PLAIN = """strategy='zero1' needs a sharded optimizer, and AdamW is not one.
   the first step of the optimizer
-  Make it with undertow.ShardedOptimizer(torch.optim.AdamW, model, ...)."""
+  Make it with undertow.ShardedOptimizer(torch.optim.AdamW, model, ...), or with undertow.shard_optimizer(optimizer, model)."""
 CLIPPED = """the gradient of 'weight' is sharded: no rank has all of it.
   aten.linalg_vector_norm.default
   Clip with optimizer.clip_grad_norm_(), read it with model.full_gradient(param), or call zero_grad() before writing."""
@@ -97,7 +97,9 @@ def test_one_process_trains_alone_and_its_report_says_so(monkeypatch: pytest.Mon
         model(torch.ones(1, 2)).sum().backward()
         advice = model.report().advice
     dist.destroy_process_group()
-    assert advice == "A single rank has nothing to communicate: no step is recorded."
+    assert advice == (
+        "A single rank has nothing to communicate: no step is recorded. Start two or more: torchrun --nproc-per-node=2 script.py."
+    )
     assert f"| nothing, and `model.report()` says `{advice.partition(':')[0]}` |" in PAGE
 
 

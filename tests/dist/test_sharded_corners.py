@@ -300,7 +300,8 @@ def test_mistakes_are_told() -> None:
         assert text_of(PhaseError, plain.step) == (
             "strategy='zero1' needs a sharded optimizer, and SGD is not one.\n"
             "  the first step of the optimizer\n"
-            "  Make it with undertow.ShardedOptimizer(torch.optim.SGD, model, ...)."
+            "  Make it with undertow.ShardedOptimizer(torch.optim.SGD, model, ...), or with "
+            "undertow.shard_optimizer(optimizer, model)."
         )
         newer = ShardedOptimizer(SGD, ddp, lr=0.1)
         assert "SGD steps on parameters that a ShardedOptimizer updates" in text_of(PhaseError, plain.step)

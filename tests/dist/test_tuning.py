@@ -188,7 +188,7 @@ def test_a_single_rank_has_nothing_to_report_plan_or_measure(tmp_path: Path) -> 
     net = MLP.model()
     with contextlib.closing(undertow.attach(net)) as sync:
         backwards(net, MLP.loss, range(3))
-        assert str(sync.report()) == "A single rank has nothing to communicate: no step is recorded."
+        assert str(sync.report()).startswith("A single rank has nothing to communicate: no step is recorded.")
         assert sync.explain().why == "a single rank has nothing to communicate"
         for ask in (sync.profile, sync.measure_network):
             assert text_of(PhaseError, ask) == (

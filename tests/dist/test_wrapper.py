@@ -552,7 +552,7 @@ ONLY_ON_DEVICES = (
     "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules, but got "
     "device_ids {}, output_device {}, and module parameters {}.\n"
     "  DistributedDataParallel(...)\n"
-    "  Leave both out on CPU and for modules on several devices."
+    "  Move the module to its GPU first: module.cuda(local_rank). On CPU, and for modules on several devices, leave both out."
 )
 ONE_MESH = (
     "Only 1D device mesh is supported, but got MESH.\n"

@@ -17,8 +17,8 @@ FAILED = """rank {faulty} has failed: support.faults.BadBatch: row 7 has no labe
 FINISHED = (
     "rank {faulty} has left: it has finished after 3 synchronizations, and others wait for it.\n"
     "  {where}\n"
-    "  Give every rank the same number of batches, train inside join() of the wrapper, or have a rank without data call "
-    "finish()."
+    "  Give every rank the same number of batches, have a rank without data call finish(), or train inside join() of the "
+    "wrapper (not with a ShardedOptimizer)."
 )
 
 

@@ -34,6 +34,7 @@ from undertow.mesh.local_tensors import local_tensor, placed_like
 from undertow.optim.state import MASTER, OF_EXACT, axes_in_memory, nested, room_in_order
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.sharded.params import ShardPart
+from undertow.torch_private import private
 
 
 def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
@@ -89,7 +90,9 @@ def state_for_optimizer(  # noqa: PLR0913  # of one optimizer of a replica
             require_same(not is_torchs or are_of_one_kind(value, param), folder, text)
             if is_torchs and key not in OF_EXACT:
                 kept = param.dtype if parts is None else accumulation_dtype(param.dtype)
-                if value.dtype.itemsize > kept.itemsize:
+                # A plain optimizer's state is in the parameter's dtype after torch's own load too.
+                is_usual = parts is None and value.dtype == private.gradient_dtype(param)
+                if torch.promote_types(value.dtype, kept) != kept and not is_usual:
                     rounded.append(f"{key!r} of {name!r} from {value.dtype} to {kept}")
                 value = value.to(kept)
             if parts is None:

@@ -68,7 +68,8 @@ def check_devices(
         f"single-device GPU modules, but got device_ids {device_ids}, output_device "
         f"{output_device}, and module parameters {sorted(map(str, devices))}.",
         where=_WHERE,
-        remedy="Leave both out on CPU and for modules on several devices.",
+        remedy="Move the module to its GPU first: module.cuda(local_rank). On CPU, and for modules "
+        "on several devices, leave both out.",
     )
     if not device_ids:
         return None, None

@@ -245,7 +245,8 @@ class DistributedDataParallel(ZeroesWithoutReading, nn.parallel.DistributedDataP
     # reports where the time of the last steps went on this rank
     report = _of_sync(GradientSync.report)
     traces = _of_sync(GradientSync.traces)  # returns the traces of the recorded steps, oldest first
-    explain = _of_sync(GradientSync.explain)  # explains the plan and the effect of other buckets
+    # explains the plan, and lists the plans that were tried
+    explain = _of_sync(GradientSync.explain)
     # returns the measurements of the model and the network
     profile = _of_sync(GradientSync.profile)
     # measures the network; a collective call between steps

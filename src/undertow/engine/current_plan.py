@@ -51,6 +51,8 @@ class Change:
     named_params: Sequence[tuple[str, Tensor]]
     plan: Plan
     reducer: Reducer
+    # parameters of the plan in force, by id, that a forward has found frozen or gone
+    left: frozenset[int] = frozenset()
 
     @property
     def ids(self) -> set[int]:
@@ -173,8 +175,8 @@ class CurrentPlan:
         present = self.members.named_params()
         # Parameters leave the plan at a forward only. After it, those leave that it has found
         # frozen or gone.
-        kept = hooks.ids if self.change is None else self.change.ids
-        leaving = hooks.ids if begins_forward else hooks.ids - kept
+        found = frozenset[int]() if self.change is None else self.change.left
+        leaving = hooks.ids if begins_forward else found
         accumulated = hooks.ids_of(hooks.arrived_before)
         # A parameter that is trained again does not leave. A frozen one with an accumulated
         # gradient stays for one more round.
@@ -190,7 +192,8 @@ class CurrentPlan:
             has_others = bool(gone & leaving) or not self._has_all(named_params, of=compiled)
             change = None
             if has_others or reducer.hook is not compiled.reducer.hook:
-                change = self._planned(named_params, reducer)
+                planned = self._planned(named_params, reducer)
+                change = dataclasses.replace(planned, left=leaving)
             self.change = change
         except BaseException:
             # A change that cannot be followed is refused again, and not forgotten.
@@ -316,7 +319,8 @@ class CurrentPlan:
         self.group.borrowers.add("hooks")
         reducer = dataclasses.replace(self.compiled.reducer, hook=hook)
         named_params = self.hooks.named_params if self.change is None else self.change.named_params
-        self.change = self._planned(named_params, reducer)
+        left = frozenset[int]() if self.change is None else self.change.left
+        self.change = dataclasses.replace(self._planned(named_params, reducer), left=left)
         if not self.group.is_open or self.group.num_ranks == 1:
             self.note_written()
             self.follow()

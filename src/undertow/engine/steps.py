@@ -229,13 +229,16 @@ class EngineSteps(StepListener):
         if shards is not None:
             shards.require_stepper(optimizer)
         elif not self._takes_any:
+            kind = type(optimizer)
+            name = kind.__name__
+            if kind.__module__.startswith("torch.optim."):
+                name = f"torch.optim.{name}"
             raise PhaseError(
-                f"strategy={self._strategy!r} needs a sharded optimizer, and "
-                f"{type(optimizer).__name__} is not one.",
+                f"strategy={self._strategy!r} needs a sharded optimizer, and {kind.__name__} is "
+                "not one.",
                 where="the first step of the optimizer",
-                remedy="Make it with "
-                f"undertow.ShardedOptimizer(torch.optim.{type(optimizer).__name__}, "
-                "model, ...).",
+                remedy=f"Make it with undertow.ShardedOptimizer({name}, model, ...), or with "
+                "undertow.shard_optimizer(optimizer, model).",
             )
 
     def _synchronize(self, optimizer: Optimizer, params: set[int]) -> None:

@@ -25,6 +25,7 @@ from undertow.plan import (
     plan_in_order,
 )
 from undertow.schedule import Strategy, strategy_named
+from undertow.shown import counted
 from undertow.trace import StepRecord
 from undertow.wire import AUTO
 
@@ -182,13 +183,13 @@ class WhatIf:
     @property
     def network(self) -> str:
         """Describes the network in words."""
-        link, per_node, ranks = self.link, self._per_node, _ranks(self.num_ranks)
+        link, per_node, ranks = self.link, self._per_node, counted(self.num_ranks, "rank")
         if link is None:
             return f"as measured over {ranks}"
         if per_node is None:
             return f"{link}, {ranks}"
         inside = self.node_link or NODE_LINK
-        return f"{link} between nodes of {_ranks(per_node)}, {inside} inside; {ranks}"
+        return f"{link} between nodes of {counted(per_node, 'rank')}, {inside} inside; {ranks}"
 
     @property
     def _per_node(self) -> int | None:
@@ -296,10 +297,6 @@ class WhatIf:
     def _num_shards(self) -> int | None:
         """The ranks of a replica; None is all ranks."""
         return None if self.strategy.crossing is None else self._per_node
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 def _bucket_us_of(profile: Profile) -> float:

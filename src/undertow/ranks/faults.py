@@ -42,11 +42,14 @@ from undertow.ranks.answers import (
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
 _LEFT = "has left"
-_EVERY_RANK = "every rank must call"  # in the name of a wait
-_SAME_CALLS = (
-    "Make the call on every rank, not under `if rank == 0`. To save on one rank, every rank "
-    "calls consolidate_state_dict() first."
-)
+_STATE = "every rank must call"  # in the name of a wait
+# By a part of the name of a wait: the remedy if it is for a call that one rank alone often makes.
+_CALLS_OF_ALL = {
+    _STATE: "Make the call on every rank, not under `if rank == 0`. To save on one "
+    "rank, every rank calls consolidate_state_dict() first.",
+    "to save a checkpoint": "Call save_checkpoint() on every rank, not under `if rank == 0`.",
+    "to load a checkpoint": "Call load_checkpoint() on every rank, not under `if rank == 0`.",
+}
 _KINDS = {
     kind.__name__: kind
     for kind in (
@@ -87,11 +90,11 @@ class Fault:
         If a rank has left while this one `waits_for` a call of every rank, the data is not the
         reason.
         """
-        is_call = self.kind is RankLost and _LEFT in self.what and _EVERY_RANK in waits_for
+        has_left = self.kind is RankLost and _LEFT in self.what
         return self.kind(
             self.what,
             where="\n  ".join(filter(None, (where, self.told))),
-            remedy=_SAME_CALLS if is_call else self.remedy,
+            remedy=(has_left and _remedy_of_call(waits_for)) or self.remedy,
         )
 
     def content(self) -> dict[str, Any]:
@@ -241,17 +244,20 @@ def left(rank: int, error: BaseException | None, num_steps: int) -> Fault:
         RankLost,
         f"rank {rank} {_LEFT}: it has finished after {num_steps} synchronizations, and others "
         "wait for it.",
-        "Give every rank the same number of batches, train inside join() of the wrapper, or have "
-        "a rank without data call finish().",
+        "Give every rank the same number of batches, have a rank without data call finish(), or "
+        "train inside join() of the wrapper (not with a ShardedOptimizer).",
     )
 
 
 def stalled(text: str) -> Fault:
     first, _, rest = text.partition("\n")
+    of_call = _remedy_of_call(text)
     remedy = (
         "Find out why the late ranks are late, or set stall_timeout_s higher if such waits are "
         "expected."
     )
+    if of_call:
+        remedy = f"{of_call} If every rank does, find out why the late ranks are late."
     if ALL_WAIT_FOR_IT in first:
         remedy = (
             "Find out why the network is slow or interrupted, or set stall_timeout_s higher if "
@@ -262,9 +268,14 @@ def stalled(text: str) -> Fault:
             "Make the same calls on every rank, in the same order: look for one under "
             "`if rank == 0` or in a branch that only some ranks take."
         )
-    if _EVERY_RANK in text:
-        remedy = _SAME_CALLS
+    if _STATE in text:
+        remedy = of_call
     return Fault(StallTimeout, first, remedy, told=rest.strip())
+
+
+def _remedy_of_call(text: str) -> str:
+    """Returns the remedy if `text` names a wait for a call of every rank, or ""."""
+    return next((remedy for name, remedy in _CALLS_OF_ALL.items() if name in text), "")
 
 
 def timed_out(rank: int, report: str) -> Fault:

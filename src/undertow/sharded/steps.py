@@ -287,7 +287,8 @@ class ShardedSteps(StepListener):
         """Raises PhaseError after `close`."""
         if self._is_closed:
             raise PhaseError(
-                "the model of this optimizer is closed: its shards are no longer gathered.",
+                "the model of this optimizer is closed, by close() or by a newer wrapper of its "
+                "parameters: its shards are no longer gathered.",
                 where=f"ShardedOptimizer, rank {self._groups.rank}",
                 remedy=remedy,
             )

@@ -146,9 +146,11 @@ class GroupSync:
         """Raises PhaseError after `close()`, when `call` would average nothing."""
         require(
             not self.is_closed,
-            "this model is closed: its gradients are no longer averaged.",
+            "this model is closed, by close() or by a newer wrapper of its parameters: its "
+            "gradients are no longer averaged.",
             where=f"{call}, rank {self.rank}",
-            remedy="Train `model.module`, the module itself, without averaging, or wrap it again.",
+            remedy="Use the newer wrapper. If there is none, wrap `model.module` again, or train "
+            "it without averaging.",
             error=PhaseError,
         )
 

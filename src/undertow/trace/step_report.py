@@ -140,7 +140,10 @@ class StepReport(Shown):
         if self.num_steps == 0 and self.outer is not None:
             return "Within a step this replica, a single rank, sends nothing."
         if self.num_steps == 0 and self.num_ranks == 1:
-            return "A single rank has nothing to communicate: no step is recorded."
+            return (
+                "A single rank has nothing to communicate: no step is recorded. Start two or "
+                "more: torchrun --nproc-per-node=2 script.py."
+            )
         if self.num_steps == 0:
             return "No step is recorded yet: run a training step, and leave record on."
         if self.overlap is None:
@@ -243,7 +246,11 @@ def _held_up(report: StepReport) -> str:
     Times of computing include waits for parameters, which are no reason to wait for a rank: the
     slowest one's are taken to be as long as this rank's.
     """
-    if not report.busy_ms or report.busy_ms[report.rank] == min(report.busy_ms):
+    if not report.busy_ms:
+        return ""
+    # With replicas of several ranks, the times are of this rank's replica, a row of a mesh.
+    place = report.rank % len(report.busy_ms)
+    if report.busy_ms[place] == min(report.busy_ms):
         return ""
     waited_ms = max(report.busy_ms) - min(report.busy_ms) - report.gather_exposed_ms
     if waited_ms <= max(report.exposed_ms, _VERDICTS["good"] * report.step_ms):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from undertow.plan import Plan, Wires
 from undertow.plan.owners import totals_by_rank, update_work
-from undertow.shown import Shown, cell, with_experts
+from undertow.shown import Shown, cell, counted, with_experts
 from undertow.tune.trials import Trial, Trials, Verdict
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ class Explanation(Shown):
         else:
             for index, wire in enumerate(self.wires):
                 sizes[index] += "" if wire is None else f" ({wire})"
-        number = _counted(len(sizes), "bucket")
+        number = counted(len(sizes), "bucket")
         if len(sizes) > _MOST_SIZES:
             half = _MOST_SIZES // 2
             sizes[half:-half] = ["..."]
         buckets = f"{number} of {', '.join(sizes)} MB{formats}"
-        ranks = _counted(self.num_ranks, "rank")
+        ranks = counted(self.num_ranks, "rank")
         return f"The plan: {buckets}, {self.strategy}, {ranks}"
 
     def _lines(self) -> Iterator[str]:
@@ -107,7 +107,7 @@ def trial_text(trial: Trial) -> str:
 
 def progress_text(trials: Trials, *, num_steps: int) -> str:
     """Returns the progress of trials that have taken so many steps."""
-    plans = _counted(len(trials.tried), "other plan")
+    plans = counted(len(trials.tried), "other plan")
     if trials.stopped:
         return f"trials have ended after {num_steps} steps: {trials.stopped}"
     if not trials.are_over:
@@ -130,14 +130,10 @@ def formats_text(wires: Wires) -> str:
 
 def _plan_text(plan: Plan) -> str:
     """Returns, for example, "4 buckets, the last one of 0.73 MB, all in int8"."""
-    text = _counted(len(plan.buckets), "bucket")
+    text = counted(len(plan.buckets), "bucket")
     if len(plan.buckets) > 1:
         text += f", the last one of {plan.buckets[-1].num_bytes / 1e6:.2f} MB"
     return text + formats_text(plan.wires)
-
-
-def _counted(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _owners_of(plan: Plan) -> str:

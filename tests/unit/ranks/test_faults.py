@@ -247,6 +247,8 @@ def test_every_error_of_a_fault_is_a_new_one(fault: faults.Fault, kind: type[Exc
     [
         ("bucket 0 ('weight')", "Give every rank the same number of batches"),
         ("the state of a ShardedOptimizer, for which every rank must call state_dict()", "Make the call on every rank"),
+        ("all ranks, to save a checkpoint", "Call save_checkpoint() on every rank"),
+        ("all ranks, to load a checkpoint", "Call load_checkpoint() on every rank"),
     ],
 )
 def test_the_remedy_of_a_rank_that_left_fits_the_wait_for_it(waits_for: str, remedy: str) -> None:

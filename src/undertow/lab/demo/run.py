@@ -25,7 +25,7 @@ from undertow.lab.demo.settings import (
     WayDone,
 )
 from undertow.lab.report.timeline import require_matplotlib, save_timeline
-from undertow.shown import print_line
+from undertow.shown import counted, print_line
 
 # How the results of a variant compare if they are not equal by intention.
 _COMPARISON = {INT8: "close", OUTER: "own"}
@@ -93,16 +93,12 @@ def _sameness(settings: DemoSettings, results: Sequence[WayDone]) -> str:
     return text
 
 
-def _ranks(settings: DemoSettings) -> str:
-    return f"{settings.num_ranks} rank{'s' if settings.num_ranks > 1 else ''}"
-
-
 def _print_introduction(console: Console, settings: DemoSettings) -> None:
     """Prints the settings, and warnings about inexact figures."""
     link = f"an emulated {settings.link} link"
     if settings.link == "none":
         link = "the bare loopback"
-    ranks = _ranks(settings)
+    ranks = counted(settings.num_ranks, "rank")
     print_line(
         console,
         f"Training one model in {len(settings.ways)} variants: {ranks} on this machine, "
@@ -197,8 +193,8 @@ def _save(settings: DemoSettings, results: Sequence[WayDone], console: Console) 
         {WAYS[done.way]: done.typical for done in results},
         picture,
         title=headline(results),
-        conditions=f"{_ranks(settings)} on one machine, {settings.link} emulated, "
-        f"typical of {settings.num_steps} steps",
+        conditions=f"{counted(settings.num_ranks, 'rank')} on one machine, "
+        f"{settings.link} emulated, typical of {settings.num_steps} steps",
     )
     print_line(console, f"A typical step as a picture: {picture}")
     for done in results:
