@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -121,13 +122,14 @@ def test_a_save_that_hangs_stays_an_error_of_the_next_save_after_wait_has_raised
         save = save_checkpoint(tmp_path / "first", model, background=True)
         assert save is not None
         # As with stall_timeout_s=0.1, which a model that nothing synchronizes does not have.
-        save._task = type(save._task)(**{name: getattr(save._task, name) for name in save._task.__slots__} | {"limit_s": 0.1})
+        save._task = replace(save._task, limit_s=0.1)
         for _ in range(2):
             with pytest.raises(CheckpointError, match="has not ended"):
                 save.wait()
         with pytest.raises(CheckpointError, match="has not ended"):
             save_checkpoint(tmp_path / "second", model)
         assert not (tmp_path / "second").exists()
+        save._task = replace(save._task, limit_s=60.0)
         event.set()
         save.wait()
     save_checkpoint(tmp_path / "second", model)
