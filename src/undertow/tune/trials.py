@@ -13,7 +13,8 @@ from enum import Enum
 from itertools import accumulate, pairwise
 from statistics import mean, stdev
 
-from undertow.plan import Groups, Plan, equal_groups, is_too_large, plan_from_groups
+from undertow.plan import Groups, Plan, equal_groups, plan_from_groups
+from undertow.plan.grouping import is_too_large
 from undertow.wire import AUTO_WIRE
 
 MOST_CANDIDATES = 6

@@ -112,7 +112,7 @@ def test_a_gradient_of_other_placements_is_refused_by_name(mesh: DeviceMesh) -> 
 def test_a_local_parameter_lets_go_of_the_memory_and_keeps_its_layout(mesh: DeviceMesh) -> None:
     param = parameter(mesh, torch.ones(4, 2))
     (local,) = local_params([param])
-    storages = [param.to_local().untyped_storage()]
+    storages = [local_tensor(param).untyped_storage()]
     assert private.are_shared(private.addresses_of(storages))
     let_go_of_memory([local])
     gc.collect()  # torch's nodes may be in cycles, of earlier tests too
