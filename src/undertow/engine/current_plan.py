@@ -173,8 +173,7 @@ class CurrentPlan:
         hooks, compiled = self.hooks, self.compiled
         reducer = compiled.reducer if self.change is None else self.change.reducer
         present = self.members.named_params()
-        # Parameters leave the plan at a forward only. After it, those leave that it has found
-        # frozen or gone.
+        # Parameters leave the plan at a forward only: later looks keep what it has found.
         found = frozenset[int]() if self.change is None else self.change.left
         leaving = hooks.ids if begins_forward else found
         accumulated = hooks.ids_of(hooks.arrived_before)
@@ -435,15 +434,13 @@ class CurrentPlan:
                 is_even = are_even(param for _, param in present)
                 group.deciding = group.everyone if is_even else group
                 is_observed = change.reducer.config.order == "observed"
-                order = None if is_observed else order_of(compiled.plan)
-                earlier = None if before is None else self.hooks.tuning
                 hooks.tuning = Tuning(
                     hooks.arrivals,
                     self._recorder,
                     change.reducer,
-                    order,
+                    None if is_observed else order_of(compiled.plan),
                     number=self._number,
-                    earlier=earlier,
+                    earlier=None if before is None else self.hooks.tuning,
                 )
         self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active
 

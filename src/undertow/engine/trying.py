@@ -28,7 +28,6 @@ NUM_FIRST_STEPS = 5
 # sometimes, and would disturb each trial before its end.
 NUM_QUIET = 10
 MOST_DROPS = 2  # a trial that is dropped begins again once
-_DETERMINISTIC = "torch.use_deterministic_algorithms is on, and another plan rounds differently"
 
 
 class Trying:
@@ -136,7 +135,9 @@ class Trying:
         self._sent = None
         self._is_disturbed = False
         if is_deterministic:
-            self.trials.stop(_DETERMINISTIC)
+            self.trials.stop(
+                "torch.use_deterministic_algorithms is on, and another plan rounds differently"
+            )
         elif is_disturbed:
             self._num_waits = NUM_QUIET
             if self.trials.plan is not self.trials.present:

@@ -202,15 +202,8 @@ class StepReport(Shown):
 
 # Of the report's fields, those that `scalars` has under their own names.
 _SCALARS = (
-    *(
-        "step_ms",
-        "step_p50_ms",
-        "step_p95_ms",
-        "forward_ms",
-        "backward_ms",
-        "rest_ms",
-        "communication_ms",
-    ),
+    *("step_ms", "step_p50_ms", "step_p95_ms", "forward_ms", "backward_ms", "rest_ms"),
+    "communication_ms",
     *("exposed_ms", "late_rank_ms", "processors_ms", "overlap", "gather_ms", "gather_exposed_ms"),
     *("synchronized_ms", "limit_ms", "slowest_rank", "num_steps", "num_skipped", "zeroed"),
 )
@@ -219,11 +212,8 @@ _SCALARS = (
 # Advice.
 
 _FEWEST_STEPS = 5  # to judge
-_VERDICTS = {
-    "excellent": 0.02,
-    "good": 0.10,
-    "poor": math.inf,
-}  # by the exposed share of the step, at most
+# By the exposed share of the step, at most.
+_VERDICTS = {"excellent": 0.02, "good": 0.10, "poor": math.inf}
 # Exposed, to judge. A scheduler gives a processor to another thread for a millisecond or more. A
 # shorter wait may come from that: no cause below would explain it, and no plan would shorten it.
 _LEAST_MS = 1.0
@@ -246,13 +236,10 @@ def _held_up(report: StepReport) -> str:
     Times of computing include waits for parameters, which are no reason to wait for a rank: the
     slowest one's are taken to be as long as this rank's.
     """
-    if not report.busy_ms:
+    busy_ms = report.busy_ms  # with replicas of several ranks, of this replica, a row of a mesh
+    if not busy_ms or busy_ms[report.rank % len(busy_ms)] == min(busy_ms):
         return ""
-    # With replicas of several ranks, the times are of this rank's replica, a row of a mesh.
-    place = report.rank % len(report.busy_ms)
-    if report.busy_ms[place] == min(report.busy_ms):
-        return ""
-    waited_ms = max(report.busy_ms) - min(report.busy_ms) - report.gather_exposed_ms
+    waited_ms = max(busy_ms) - min(busy_ms) - report.gather_exposed_ms
     if waited_ms <= max(report.exposed_ms, _VERDICTS["good"] * report.step_ms):
         return ""
     return (

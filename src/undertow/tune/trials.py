@@ -191,24 +191,22 @@ class Trials:
     def _equal_buckets(self, num_buckets: int, *, last_share: float) -> Plan:
         """Returns a plan whose buckets have the format of their last parameter in the present
         plan."""
-        present = self.present
         groups = equal_groups(
-            present.params, self._order, num_buckets=num_buckets, last_share=last_share
+            self.present.params, self._order, num_buckets=num_buckets, last_share=last_share
         )
         wire_of = {
             param: wire
-            for group, wire in zip(present.groups, present.wires, strict=True)
+            for group, wire in zip(self.present.groups, self.present.wires, strict=True)
             for param in group
         }
         return self._planned(groups, [wire_of[group[-1]] for group in groups])
 
     def _planned(self, groups: Groups, wires: Sequence[str | None]) -> Plan:
-        present = self.present
         return plan_from_groups(
-            present.params,
+            self.present.params,
             groups,
-            num_ranks=present.num_ranks,
-            num_shards=present.num_shards,
+            num_ranks=self.present.num_ranks,
+            num_shards=self.present.num_shards,
             wires=wires,
             block=self._block,
         )
@@ -217,5 +215,4 @@ class Trials:
 def _wires_of_last(plan: Plan) -> list[str | None]:
     """Returns int8 for the last buckets, at least one, which have a quarter of all bytes."""
     ends = list(accumulate(bucket.num_bytes for bucket in plan.buckets))
-    wide_bytes = (1 - _LAST_BYTES) * ends[-1]
-    return [AUTO_WIRE if end > wide_bytes else None for end in ends]
+    return [AUTO_WIRE if end > (1 - _LAST_BYTES) * ends[-1] else None for end in ends]
