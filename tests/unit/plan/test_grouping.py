@@ -18,13 +18,13 @@ from undertow.plan import (
     default_caps,
     first_plan,
     group_by_size,
-    is_too_large,
     largest_first,
     observed,
     plan_from_groups,
     plan_in_order,
     reverse_registration,
 )
+from undertow.plan.grouping import is_too_large
 
 MIB = 1024 * 1024
 
