@@ -24,9 +24,6 @@ NUM_STEPS_COUNTED = 5  # of a window. The step that ends with a new plan's first
 # The first steps in a format are left out too: over a link of 1 Gb/s up to five took 40 % longer
 # than later ones of the same plan.
 NUM_FIRST_STEPS = 5
-# Undisturbed windows before a model goes on that has waited for another one. That one may step only
-# sometimes, and would disturb each trial before its end.
-NUM_QUIET = 10
 MOST_DROPS = 2  # a trial that is dropped begins again once
 
 
@@ -67,7 +64,6 @@ class Trying:
         self._num_forwards = 0.0  # of a step, in all windows; 0 before the first one
         self._number = number
         self._is_disturbed = False  # an earlier model of this rank has tried plans in this window
-        self._num_waits = 0  # windows that still have to be undisturbed
         self._of_this_rank = self._of_ranks[group.user.ranks[group.rank]]
         self._of_this_rank.add(self)
 
@@ -139,11 +135,8 @@ class Trying:
                 "torch.use_deterministic_algorithms is on, and another plan rounds differently"
             )
         elif is_disturbed:
-            self._num_waits = NUM_QUIET
             if self.trials.plan is not self.trials.present:
                 self.trials.drop()  # the candidate may be slow: no model waits under it
-        elif self._num_waits:
-            self._num_waits -= 1
         elif most != -minus_least or most != (self._num_forwards or most):
             self._drop()
         else:
