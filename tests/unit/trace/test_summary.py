@@ -610,3 +610,11 @@ def test_each_collective_has_a_sample_that_a_curve_takes_and_without_pauses_they
     assert all(0 < time < np.inf for _, time in (*samples, *cost_samples(others)))
     # Each is a nanosecond at least, so that the sum may be more by one for each.
     assert sum(time for _, time in samples[: 1 + len(together)]) == pytest.approx(3e6, rel=1e-9, abs=0.01)
+
+
+def test_replicas_of_several_ranks_have_advice_on_each() -> None:
+    """The times of computing are of the ranks of one replica; rank 2 is the first one of the second replica."""
+    first = six(step_us=2e5, busy_ms=(65.0, 25.0), buckets=(row(0, 30_000, 64_000, (60_000, 64_000)),))
+    second = replace(first, rank=2)
+    assert second.advice == first.advice
+    assert first.advice.startswith("Another rank waits 40.0 ms for rank 0")
