@@ -79,16 +79,17 @@ def _course(workload: str, link: str, names: str, *, is_quick: bool) -> Course:
 
 
 def _rows_of_course(course: Course, kept: Path, how: Run) -> list[Row]:
-    if not (how.resumes and kept.exists()):
-        timed = run(course, how.tell)
-        for each in timed:
-            if each.error is not None:
-                how.tell(each.error)
+    if how.resumes and kept.exists():
+        before: list[Row] = json.loads(kept.read_text(encoding="utf-8"))["rows"]
+        return before
+    timed = run(course, how.tell)
+    rows = rows_of(course, timed)
+    errors = [each.error for each in timed if each.error is not None]
+    for error in errors:
+        how.tell(error)
+    if not errors:  # otherwise `--resume` measures the course again
         steps = [each.to_dict() for each in timed]
-        if any(each.error for each in timed):  # it is measured again
-            return rows_of(course, timed)
-        kept.write_text(json.dumps({"rows": rows_of(course, timed), "steps": steps}) + "\n", encoding="utf-8")
-    rows: list[Row] = json.loads(kept.read_text(encoding="utf-8"))["rows"]
+        kept.write_text(json.dumps({"rows": rows, "steps": steps}) + "\n", encoding="utf-8")
     return rows
 
 

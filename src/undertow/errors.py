@@ -172,7 +172,7 @@ def one_of(value: object, choices: Iterable[object]) -> str:
 
 
 def _did_you_mean(name: str, known: Collection[str]) -> str:
-    """Returns a question for the known name that this one resembles; empty if there is none."""
+    """Returns a question for the known name that this one resembles, or an empty text."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {close[0]!r}?" if close else ""
 

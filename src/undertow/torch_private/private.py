@@ -207,7 +207,8 @@ def ignored_by_ddp(module: torch.nn.Module) -> Collection[str]:
 
 def end_join(model: Joinable) -> None:
     """Makes the model's forwards announce nothing to ranks inside torch's Join."""
-    model._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+    disabled = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+    model._join_config = disabled
 
 
 def is_held_by_torch(tensor: torch.Tensor) -> bool:

@@ -233,8 +233,8 @@ def _held_up(report: StepReport) -> str:
     """The advice if another rank waits for the slowest one, in a poor step, longer than this one
     waits.
 
-    Times of computing include waits for parameters, which are no reason to wait for a rank: the
-    slowest one's are taken to be as long as this rank's.
+    Times of computing include waits for parameters, and no rank is to blame for those: the slowest
+    one's are taken to be as long as this rank's.
     """
     busy_ms = report.busy_ms  # with replicas of several ranks, of this replica, a row of a mesh
     if not busy_ms or busy_ms[report.rank % len(busy_ms)] == min(busy_ms):

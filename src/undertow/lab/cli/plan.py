@@ -11,7 +11,7 @@ from undertow.lab.planning import Candidate
 from undertow.lab.what_if import WhatIf
 from undertow.plan import Plan, plan_in_order
 from undertow.schedule import lower_data_parallel
-from undertow.shown import print_line, table_of
+from undertow.shown import counted, print_line, table_of
 from undertow.tune import formats_text
 from undertow.whole_file import write_whole
 
@@ -108,8 +108,7 @@ def _bucket_table(plan: Plan) -> Table:
 
 def _candidate_text(candidate: Candidate, present: Plan) -> str:
     """Returns the line of a candidate; the present plan is marked."""
-    number = len(candidate.groups)
-    row = f"{candidate.finish_us / 1e3:.2f} ms: {number} bucket{'' if number == 1 else 's'}"
+    row = f"{candidate.finish_us / 1e3:.2f} ms: {counted(len(candidate.groups), 'bucket')}"
     if candidate.last_share != 1:
         row += f", the last one {candidate.last_share:g} of the others"
     row += formats_text(candidate.wires)
