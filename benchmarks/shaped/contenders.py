@@ -14,7 +14,8 @@ SIZES_MB = (1, 2, 4, 8, 16, 25)  # of a sweep
 PERIOD = 30  # steps between two exchanges of systems that do not synchronize in every step
 DDP, OURS, OUTER, BARE = "ddp", "ours", "ours-outer", "bare"
 _MEGATRON, _DISTOPT = "megatron-ddp", "megatron-distopt"
-_SETTLING, _TUNING, _EXCHANGES = 10, 200, 2 * PERIOD  # steps before the first timed one
+_SETTLING, _EXCHANGES = 10, 2 * PERIOD  # steps before the first timed one
+_MOST_SETTLING = 1500  # trials take some 1,000 at most
 _TWO_BYTES, _INT8, _ANY = 0.01, 0.05, 1.0  # how far rounding may lead away from the reference, of the length of three steps
 
 
@@ -28,6 +29,7 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: str = MAIN  # see `environments`
     num_settling: int = _SETTLING
+    most_settling: int = _MOST_SETTLING  # if the system has not settled before
     is_averaged: bool = True  # False: its parameters are not compared with the reference
     rounding: float = 0.0
     period: int = 1  # steps are timed in whole periods; if it is above 1, their mean counts instead of their median
@@ -37,13 +39,12 @@ class Contender:
 _ROUNDING = {"bfloat16": _TWO_BYTES, "int8": _INT8, "auto": _INT8}
 
 
-def _ours(suffix: str, title: str, *, num_settling: int = _TUNING, **options: Any) -> Contender:
+def _ours(suffix: str, title: str, **options: Any) -> Contender:
     return Contender(
         name=f"{OURS}{suffix}",
         title=title,
         module=f"{_MODULES}.ours_sharded" if "strategy" in options else f"{_MODULES}.ours",
         options=options,
-        num_settling=num_settling,
         rounding=_ROUNDING.get(options.get("wire", ""), 0.0),
     )
 
@@ -72,7 +73,7 @@ CONTENDERS = {
         # In one bucket: its callbacks start collectives, which over gloo may pair those of different buckets.
         _ddp("-powersgd", "torch DDP, PowerSGD of rank 4", rounding=_ANY, **_POWERSGD),
         _ours("", "Undertow, the changed import alone"),
-        _ours("-untuned", "Undertow, auto_tune=False", num_settling=_SETTLING, auto_tune=False),
+        _ours("-untuned", "Undertow, auto_tune=False", auto_tune=False),
         _ours("-ordered", 'Undertow, reduction="ordered"', reduction="ordered"),
         *(_ours(f"-{wire}", f'Undertow, wire="{wire}"', wire=wire) for wire in ("auto", "bfloat16", "int8")),
         *(_ours(f"-{name}", f"Undertow, ShardedOptimizer, {name}", strategy=name) for name in ("zero1", "zero2")),

@@ -66,7 +66,7 @@ def measure(how: Run) -> list[Row]:
 def _course(workload: str, link: str, names: str, *, is_quick: bool) -> Course:
     contenders = chosen(names, {})
     if is_quick:
-        contenders = tuple(replace(each, num_settling=_QUICK_SETTLING) for each in contenders)
+        contenders = tuple(replace(each, most_settling=_QUICK_SETTLING) for each in contenders)
     return Course(
         workload=workload,
         link=link,

@@ -51,6 +51,7 @@ class Session:
             "module": contender.module,
             "options": dict(contender.options),
             "num_settling": contender.num_settling,
+            "most_settling": contender.most_settling,
             "is_averaged": contender.is_averaged,
             "rounding": contender.rounding,
         }

@@ -39,7 +39,7 @@ def course(contenders: Sequence[Contender], *, link: str, workload: str = "repla
 
 def soon(*names: str) -> list[Contender]:
     """The contenders, which settle within few steps."""
-    return [replace(each, num_settling=5) for each in chosen(",".join(names), {})]
+    return [replace(each, most_settling=5) for each in chosen(",".join(names), {})]
 
 
 def bad(how: str, **changes: object) -> Contender:

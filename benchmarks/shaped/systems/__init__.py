@@ -43,6 +43,9 @@ class System(Protocol):
     def parameters(self) -> Mapping[str, Tensor]:
         """Returns all parameters in full, by the bare model's names; all ranks call it together."""
 
+    def is_settled(self) -> bool:
+        """Says whether later steps will be like the last one: False while the system still looks for a plan."""
+
     def told(self) -> Mapping[str, str]:
         """Returns texts that the system has about itself, such as its plan."""
 

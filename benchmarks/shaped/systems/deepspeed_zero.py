@@ -33,6 +33,9 @@ class DeepSpeed:
     def parameters(self) -> Mapping[str, Tensor]:
         return dict(self._engine.module.named_parameters())
 
+    def is_settled(self) -> bool:
+        return True
+
     def told(self) -> Mapping[str, str]:
         return {"version": deepspeed.__version__}
 

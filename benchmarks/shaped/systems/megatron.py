@@ -49,6 +49,9 @@ class Megatron:
     def parameters(self) -> Mapping[str, Tensor]:
         return dict(self._ddp.module.named_parameters())
 
+    def is_settled(self) -> bool:
+        return True
+
     def told(self) -> Mapping[str, str]:
         return {"version": megatron.core.__version__}
 

@@ -31,5 +31,8 @@ class PlainSystem:
     def parameters(self) -> Mapping[str, Tensor]:
         return dict(self.bare.named_parameters())
 
+    def is_settled(self) -> bool:
+        return True
+
     def told(self) -> Mapping[str, str]:
         return {}

@@ -66,11 +66,13 @@ def no_profile(config: SyncConfig, group: OwnGroup) -> PhaseError:
 
 def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
     """Explains the plan in force; does not communicate."""
+    tuning = hooks.tuning
     return explanation(
         compiled.plan,
         why=_why(hooks, compiled, config),
         strategy=compiled.strategy.name,
-        trials=() if hooks.tuning is None else hooks.tuning.tried,
+        trials=() if tuning is None else tuning.tried,
+        trials_are_over=tuning is None or not tuning.will_try,
     )
 
 

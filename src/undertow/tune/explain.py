@@ -32,6 +32,7 @@ class Explanation(Shown):
     why: str  # the reason for this plan
     # the plans that were tried, each with the median steps of its windows and of the plan before
     trials: tuple[str, ...] = ()
+    trials_are_over: bool = True  # False: buckets may still change
     owners: str = ""  # whole parameters: the balance of ranks
     # By pattern and ranks; all else is of the dense parameters.
     experts: Mapping[str, "Explanation"] = field(default_factory=dict)
@@ -79,7 +80,12 @@ class Explanation(Shown):
 
 
 def explanation(
-    plan: Plan, *, why: str, strategy: str, trials: Sequence[Trial] = ()
+    plan: Plan,
+    *,
+    why: str,
+    strategy: str,
+    trials: Sequence[Trial] = (),
+    trials_are_over: bool = True,
 ) -> Explanation:
     """Explains `plan`, which is in force after these trials."""
     return Explanation(
@@ -89,6 +95,7 @@ def explanation(
         wires=plan.wires,
         why=why,
         trials=tuple(map(trial_text, trials)),
+        trials_are_over=trials_are_over,
         owners=_owners_of(plan),
     )
 
