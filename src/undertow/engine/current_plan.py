@@ -428,7 +428,7 @@ class CurrentPlan:
             present, group = self.members.named_params(), self.group
             # before the hooks by which a gradient counts as arrived
             self.placements.follow(present)
-            hooks.start()
+            hooks.register()
             hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
             if params and group.num_ranks > 1:
                 is_even = are_even(param for _, param in present)

@@ -23,7 +23,6 @@ from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.step_settings import Settings
 from undertow.plan import Bucket, signature_of
 from undertow.schedule import OpKind
-from undertow.torch_private import private
 
 # A part of a round between two waits for other ranks; returns the next part.
 Stage: TypeAlias = Callable[[], Union["Stage", None]]
@@ -127,8 +126,6 @@ class Round:
         """Starts it under a plan, once."""
         self.has_started = True
         self.compiled, self.hooks, self.terms = compiled, hooks, terms
-        if hooks is not None:
-            hooks.arrivals.on_full = self._bucket_is_full
         self.found.readings += compiled.round_begins(
             is_synchronized=self.kind is not RoundKind.ACCUMULATE
         )
@@ -137,8 +134,7 @@ class Round:
         """Called when its backward has ended, once: `first` is the first stage."""
         self.stage, self.has_ended = first, True
 
-    @private.untraced
-    def _bucket_is_full(self, index: int) -> None:
+    def bucket_is_full(self, index: int) -> None:
         """Called when all gradients of a bucket have arrived.
 
         Sends it if all buckets before it were sent. The last one waits for the end of backward,

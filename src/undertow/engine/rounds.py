@@ -13,7 +13,7 @@ from undertow.buckets.recorder import Recorder
 from undertow.engine import agreed_errors
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
-from undertow.engine.hooks import OutermostEnd, no_round, users_hooks
+from undertow.engine.hooks import OutermostEnd, users_hooks
 from undertow.engine.moves import Moves
 from undertow.engine.progress import Gradients, Progress
 from undertow.engine.rebuild import rebuild, require_changed_alike, tell_of_change
@@ -251,9 +251,7 @@ class Rounds:
     def _close(self) -> None:
         self.now = None
         self._end.forget()
-        arrivals = self._current_plan.hooks.arrivals
-        arrivals.on_full = no_round
-        arrivals.forget_backward()
+        self._current_plan.hooks.arrivals.forget_backward()
 
     def abandon(self) -> None:
         """Ends a round that an exception in backward has left open, and waits for one that was
