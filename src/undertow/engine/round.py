@@ -96,20 +96,19 @@ class Findings:
 class Round:
     """A round that is under way.
 
-        start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] `conclude`
+        start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] concluded
         buckets leave as they fill, in the order of the plan, so that all ranks send alike
 
     It exists from its first gradient on. It starts at once, or after a rebuild when its backward
     has ended. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait for
-    other ranks, and returns the next stage, or None. The last one calls `conclude`, a method of
-    `Rounds`.
+    other ranks, and returns the next stage, or None. `Rounds.advance` runs them, and concludes the
+    round after the last one.
     """
 
     kind: RoundKind
     is_last: bool = True  # of the step, which adds up no more gradients
     op: str | None = None  # of a reduction by hand, if it is not the mean
     holds_back: bool = False  # no bucket leaves before the end of backward
-    conclude: Callable[[Round], Stage | None] | None = None  # the end; None before a rebuild
     has_started: bool = False
     has_ended: bool = False  # its backward; then stage after stage runs, until none is left
     stage: Stage | None = None  # the next one after backward; None while one runs
@@ -188,16 +187,14 @@ class Round:
         if self.kind is not RoundKind.ACCUMULATE:
             for bucket in self.compiled.buckets:
                 self.compiled.run((OpKind.BIND, self._bind), bucket=bucket)
-        if self.conclude is None:
-            return None
+        if self.kind is RoundKind.RETIRE:
+            return None  # the ranks rebuild, or raise
         late_buckets = self.found.late_buckets if self.found.readings else ()
-        if not late_buckets:
-            return self.conclude(self)
         for index in late_buckets:
             self.compiled.buckets[index].start_late()
-        return self._add_late
+        return self._add_late if late_buckets else None
 
-    def _add_late(self) -> Stage | None:
+    def _add_late(self) -> None:
         """Waits for these gradients, and adds them."""
         for bucket in self.compiled.buckets:
             bad = bucket.finish_late(rescale=self.terms.rescale)
@@ -205,9 +202,7 @@ class Round:
                 found, index = self.found.nonfinite, bucket.spec.index
                 found[index] = bad | found.get(index, frozenset())
         assert self.hooks is not None  # only a round of gradients gets here
-        assert self.conclude is not None
         self.hooks.arrivals.learn_repeats()
-        return self.conclude(self)
 
     def _pack_local(self, bucket: LiveBucket) -> None:
         self._follow_streams(bucket)

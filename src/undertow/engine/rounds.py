@@ -58,13 +58,11 @@ class Rounds:
         hooks = current_plan.hooks
         is_overtaken = hooks.num_hooks_ever != private.num_hooks_ever() and hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
-        conclude = self._judge if is_synchronized else self._conclude_accumulation
         begun = Round(
             kind=kind,
             is_last=is_last,
             op=op,
             holds_back=is_overtaken or not current_plan.compiled.reducer.config.overlap,
-            conclude=conclude,
         )
         if is_synchronized:
             if not current_plan.group.is_open:
@@ -109,8 +107,7 @@ class Rounds:
         if ending.has_started:
             first: Stage = ending.send
         elif ending.kind is RoundKind.ACCUMULATE:
-            # Gradients stay where they are until the ranks rebuild.
-            first = partial(self._conclude_accumulation, ending)
+            first = _leaves_gradients
         else:
             first = self._first_stage(ending)
         ending.backward_ended(first)  # last: an error before leaves a backward that has failed
@@ -149,7 +146,28 @@ class Rounds:
         self._start(ending)
         return ending.send()
 
-    def _conclude_accumulation(self, _ended: Round) -> None:
+    def advance(self, ending: Round) -> None:
+        """Runs the next stage, and concludes the round after the last one; an error ends it."""
+        try:
+            stage, ending.stage = ending.stage, None
+            if stage is None:
+                return  # a signal handler has run it
+            ending.stage = stage()
+            if ending.stage is None:
+                self._conclude(ending)
+        except BaseException:
+            if self.now is ending:
+                self._close()
+            raise
+
+    def _conclude(self, ended: Round) -> None:
+        if ended.kind is RoundKind.ACCUMULATE:
+            self._conclude_accumulation()
+        else:
+            self._judge(ended)
+        self._close()
+
+    def _conclude_accumulation(self) -> None:
         hooks = self._current_plan.hooks
         hooks.arrived_before |= hooks.arrivals.arrived
         self._progress.has_accumulated = True
@@ -211,19 +229,6 @@ class Rounds:
         if tuning is not None:
             tuning.forget_window()
 
-    def advance(self, ending: Round) -> None:
-        """Runs the next stage; an error ends the round."""
-        try:
-            stage, ending.stage = ending.stage, None
-            if stage is not None:  # otherwise a signal handler has run it
-                ending.stage = stage()
-                if ending.stage is None:
-                    self._close()
-        except BaseException:
-            if self.now is ending:
-                self._close()
-            raise
-
     def finish(self) -> None:
         """Waits for launched buckets and binds the gradients.
 
@@ -276,3 +281,8 @@ class Rounds:
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
             self.end_backward(failed)
             self.finish()
+
+
+def _leaves_gradients() -> None:
+    """The stage of an accumulation that has not started: gradients stay where they are until the
+    ranks rebuild."""
