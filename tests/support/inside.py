@@ -25,7 +25,8 @@ from torch import nn
 import undertow.lab.demo.rank
 import undertow.sync.group_sync
 from undertow import GradientSync, ShardedOptimizer, SyncConfig
-from undertow.buckets.bucket import Layout, Shared
+from undertow.buckets.bucket import Shared
+from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
 from undertow.buckets.reducer import Reducer
 from undertow.checkpoint import files as checkpoint_files
@@ -128,14 +129,14 @@ def every_step_takes(step_us: Callable[[], float]) -> AbstractContextManager[obj
 @contextlib.contextmanager
 def refusing_plans(least: int | None) -> Iterator[None]:
     """This rank has no memory for plans of `least` buckets or more; None refuses none."""
-    make = Layout.live_buckets
+    make = BucketLayout.live_buckets
 
-    def live_buckets(layout: Layout, shared: Shared) -> Any:
+    def live_buckets(layout: BucketLayout, shared: Shared) -> Any:
         if least is not None and len(shared.plan.buckets) >= least:
             raise MemoryError("none is left")
         return make(layout, shared)
 
-    with mock.patch.object(Layout, "live_buckets", live_buckets):
+    with mock.patch.object(BucketLayout, "live_buckets", live_buckets):
         yield
 
 

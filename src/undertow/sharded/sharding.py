@@ -11,7 +11,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import Layout, LiveBucket, Shared
+from undertow.buckets.bucket import LiveBucket, Shared
+from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.memory import BucketMemory, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import refused
@@ -39,7 +40,7 @@ from undertow.torch_private import private
 _grad_of = attrgetter("grad")
 
 
-class Sharding(Layout):
+class Sharding(BucketLayout):
     """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
     `flats` is the memory of each bucket, and `parts` has this rank's part of each parameter, which
