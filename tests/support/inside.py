@@ -383,7 +383,7 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
         return waiting(name)
 
     group.waiting = noted  # type: ignore[method-assign]
-    late_calls(_sharding_after_a_step(model).groups.shard.group, "send", seconds=seconds, rank=0)
+    late_calls(_sharding_after_a_step(model).shard_exchanges.inside.group, "send", seconds=seconds, rank=0)
     return waited
 
 
@@ -427,18 +427,18 @@ def shorten_patience(factor: float) -> None:
 CODE_OF_GATHERS, CODE_OF_ROUNDS = Gathers, Engine
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
-    "sends": ("shard", "send"),
-    "gathers": ("shard", "prepare"),
-    "reductions": ("shard", "exchange"),
-    "sends across": ("replicate", "send"),
-    "reductions across": ("replicate", "exchange"),
+    "sends": ("inside", "send"),
+    "gathers": ("inside", "prepare"),
+    "reductions": ("inside", "exchange"),
+    "sends across": ("across", "send"),
+    "reductions across": ("across", "exchange"),
 }
 
 
 def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
     """Has `call` made first, in the thread that does it, at every one of these under the present plan."""
     axis, name = _PLACES[place]
-    exchanges = getattr(sharding_of(model).groups, axis)
+    exchanges = getattr(sharding_of(model).shard_exchanges, axis)
     owner = exchanges.group if name == "send" else exchanges.carrier
     setattr(owner, name, _after(call, getattr(owner, name)))
 
@@ -468,7 +468,7 @@ def before_lines(code: Any, call: Callable[[], object], *, number: int | None = 
 
 
 def post(model: Model, work: Callable[[], object]) -> None:
-    _sharding_after_a_step(model).groups.shard.carrier._posting.submit(work)  # type: ignore[union-attr]
+    _sharding_after_a_step(model).shard_exchanges.inside.carrier._posting.submit(work)  # type: ignore[union-attr]
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:

@@ -195,11 +195,11 @@ class OwnGroup:
         `name`.
         """
         with self.waiting():
-            (work,) = self.all_reduce_async(tensor, op).works
+            (work,) = self.all_reduce_unnamed(tensor, op).works
         self.makes_call(name)
         return self._handle(work, name, tensor, finish)
 
-    def all_reduce_async(
+    def all_reduce_unnamed(
         self,
         tensor: Tensor,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
