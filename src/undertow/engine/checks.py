@@ -23,6 +23,7 @@ from undertow.errors import (
     UndertowError,
 )
 from undertow.mesh.local_tensors import local_tensor, local_tensors
+from undertow.plan.facts import Fact
 from undertow.ranks.agreement import Extremes, gather_json
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
@@ -99,12 +100,12 @@ class Loads:
         """Returns True if the parameters are to be compared now; the same on every rank."""
         # Reports of the loads that were compared last may be read once more on a device.
         is_repeated = self._settled_in is not None and ended.terms.number <= self._settled_in + 1
-        if not ended.found.reported("loaded", overdue=not is_repeated):
+        if not ended.found.reported(Fact.LOADED, overdue=not is_repeated):
             return False
         self.are_known = True
         if self._group.hardware.is_host:
             return True
-        return ended.found.reported("loaded", overdue=False) == sorted(self._group.names)
+        return ended.found.reported(Fact.LOADED, overdue=False) == sorted(self._group.names)
 
     def settle(self, number: int | None = None) -> None:
         """Called when all ranks have the same parameters, or compare them at the end of

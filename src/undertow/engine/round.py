@@ -22,6 +22,7 @@ from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.step_settings import Settings
 from undertow.plan import Bucket, signature_of
+from undertow.plan.facts import Fact
 from undertow.schedule import OpKind
 
 # A part of a round between two waits for other ranks; returns the next part.
@@ -76,14 +77,14 @@ class Findings:
     @property
     def late_buckets(self) -> list[int]:
         """Buckets with a gradient, on some rank, that arrived after they had been launched."""
-        return self.reported("late", overdue=False)
+        return self.reported(Fact.LATE, overdue=False)
 
     @property
     def unlike(self) -> set[str]:
         """The digests that differ between ranks."""
         return {fact for reading in self.readings for fact in reading.unlike}
 
-    def reported(self, fact: str, *, overdue: bool = True) -> list[int]:
+    def reported(self, fact: Fact, *, overdue: bool = True) -> list[int]:
         """Returns the ranks, or buckets, with this flag.
 
         With or without trailers of earlier rounds.
@@ -282,19 +283,22 @@ class Round:
         here = (compiled.reducer.group.rank,)
         flags: dict[str, Sequence[int]] = {}
         if self.has_failed:
-            flags["failed"] = here
+            flags[Fact.FAILED] = here
         if self.found.taken:
-            flags["taken"] = here
+            flags[Fact.TAKEN] = here
         if self.kind is RoundKind.RETIRE:
-            flags["changed"] = here
+            flags[Fact.CHANGED] = here
         if self.terms.is_loaded:
-            flags["loaded"] = here
+            flags[Fact.LOADED] = here
         if self.terms.is_stopping:
-            flags["stopping"] = here
+            flags[Fact.STOPPING] = here
         if has_late:
-            flags["late"] = [each.spec.index for each in compiled.buckets if each.catch_late()]
-        numbers = {"busy_ms": compiled.recorder.busy_ms()}
-        return Facts(digests=self.terms.digests, flags=flags, numbers=numbers)
+            flags[Fact.LATE] = [each.spec.index for each in compiled.buckets if each.catch_late()]
+        return Facts(
+            digests=self.terms.digests,
+            flags=flags,
+            numbers={Fact.BUSY_MS: compiled.recorder.busy_ms()},
+        )
 
     def _bind(self, bucket: LiveBucket) -> None:
         with self.compiled.group.watch.waiting(bucket.label):
@@ -319,7 +323,7 @@ class Round:
             compiled.snapshots.append(bucket.trailer.snapshot())
             return None
         if bucket.spec.trailer.facts:  # the last bucket
-            found.busy_ms = bucket.trailer.numbers("busy_ms")
+            found.busy_ms = bucket.trailer.numbers(Fact.BUSY_MS)
         if compiled.is_profiling:
             with torch.profiler.record_function("search_unused_parameters"):  # torch's name for it
                 reading = bucket.trailer.read()

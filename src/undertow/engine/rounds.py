@@ -19,6 +19,7 @@ from undertow.engine.progress import Gradients, Progress
 from undertow.engine.rebuild import rebuild, require_changed_alike, tell_of_change
 from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.errors import UndertowError
+from undertow.plan.facts import Fact
 from undertow.torch_private import private
 
 
@@ -95,7 +96,7 @@ class Rounds:
             settings=steps.settings,
             is_loaded=checks.loads.are_known,
             is_stopping=is_stopping,
-            digests={"settings": steps.digest} if is_telling else {},
+            digests={Fact.SETTINGS: steps.digest} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
         )
