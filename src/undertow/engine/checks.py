@@ -4,13 +4,14 @@ parameters stay the same on every rank, and that a request to stop reaches all."
 from __future__ import annotations
 
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from undertow.buckets.facts import majority
 from undertow.buckets.fingerprints import fingerprints
 from undertow.config import SyncConfig
 from undertow.engine.current_plan import CurrentPlan
@@ -48,7 +49,7 @@ def mismatch(name: str, values: Mapping[int, int], *, where: str, remedy: str) -
 
     The value of most ranks counts as right, and in a tie the value of the first rank among them.
     """
-    (common, _), *_ = Counter(values.values()).most_common()
+    common = majority(values.values())
     others = [rank for rank, value in values.items() if value != common]
     alike = [rank for rank, value in values.items() if value == common]
     return ReplicaMismatch(
