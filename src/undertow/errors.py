@@ -114,6 +114,9 @@ class Desync(UndertowError):
     page = "reliability"
 
 
+# `Watch.check` and `Watch.raise_reason` (ranks/watch.py) raise the next three, which `Fault.error`
+# makes. So do a meeting (ranks/meeting.py) and, if a backward has failed, `require_sound`
+# (engine/agreed_errors.py).
 class PeerFailed(UndertowError):
     """Another rank reported an error in this step, or ended with one."""
 

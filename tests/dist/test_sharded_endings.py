@@ -135,7 +135,7 @@ def test_a_step_that_can_send_nothing_leaves_torn_parameters() -> None:
         one_step(model, optimizer)
         model.wait()
         MLP.loss(model, 1).backward()
-        cut_off = mock.patch.object(sharding_of(model).groups.shard, "all_gather", side_effect=KeyboardInterrupt)
+        cut_off = mock.patch.object(sharding_of(model).shard_exchanges.inside, "all_gather", side_effect=KeyboardInterrupt)
         with cut_off, pytest.raises((KeyboardInterrupt, PeerFailed)):  # of this rank, or of the other one before
             optimizer.step()
         assert text_of(PhaseError, lambda: values_of(model.module)).startswith("the parameters are torn: ")

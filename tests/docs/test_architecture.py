@@ -24,7 +24,10 @@ SCHEDULES = {
 
 
 def members_of(cls: ast.ClassDef) -> Iterator[str]:
-    """Methods and fields of a class, and attributes that its methods set."""
+    """Methods and fields of a class, members of an enum, and attributes that its methods set."""
+    for node in cls.body:
+        if isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
     for node in ast.walk(cls):
         match node:
             case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):

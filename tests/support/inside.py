@@ -25,7 +25,8 @@ from torch import nn
 import undertow.lab.demo.rank
 import undertow.sync.group_sync
 from undertow import GradientSync, ShardedOptimizer, SyncConfig
-from undertow.buckets.bucket import Layout, Shared
+from undertow.buckets.bucket import Shared
+from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
 from undertow.buckets.reducer import Reducer
 from undertow.checkpoint import files as checkpoint_files
@@ -128,14 +129,14 @@ def every_step_takes(step_us: Callable[[], float]) -> AbstractContextManager[obj
 @contextlib.contextmanager
 def refusing_plans(least: int | None) -> Iterator[None]:
     """This rank has no memory for plans of `least` buckets or more; None refuses none."""
-    make = Layout.live_buckets
+    make = BucketLayout.live_buckets
 
-    def live_buckets(layout: Layout, shared: Shared) -> Any:
+    def live_buckets(layout: BucketLayout, shared: Shared) -> Any:
         if least is not None and len(shared.plan.buckets) >= least:
             raise MemoryError("none is left")
         return make(layout, shared)
 
-    with mock.patch.object(Layout, "live_buckets", live_buckets):
+    with mock.patch.object(BucketLayout, "live_buckets", live_buckets):
         yield
 
 
@@ -382,7 +383,7 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
         return waiting(name)
 
     group.waiting = noted  # type: ignore[method-assign]
-    late_calls(_sharding_after_a_step(model).groups.shard.group, "send", seconds=seconds, rank=0)
+    late_calls(_sharding_after_a_step(model).shard_exchanges.inside.group, "send", seconds=seconds, rank=0)
     return waited
 
 
@@ -426,18 +427,18 @@ def shorten_patience(factor: float) -> None:
 CODE_OF_GATHERS, CODE_OF_ROUNDS = Gathers, Engine
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
-    "sends": ("shard", "send"),
-    "gathers": ("shard", "prepare"),
-    "reductions": ("shard", "exchange"),
-    "sends across": ("replicate", "send"),
-    "reductions across": ("replicate", "exchange"),
+    "sends": ("inside", "send"),
+    "gathers": ("inside", "prepare"),
+    "reductions": ("inside", "exchange"),
+    "sends across": ("across", "send"),
+    "reductions across": ("across", "exchange"),
 }
 
 
 def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
     """Has `call` made first, in the thread that does it, at every one of these under the present plan."""
     axis, name = _PLACES[place]
-    exchanges = getattr(sharding_of(model).groups, axis)
+    exchanges = getattr(sharding_of(model).shard_exchanges, axis)
     owner = exchanges.group if name == "send" else exchanges.carrier
     setattr(owner, name, _after(call, getattr(owner, name)))
 
@@ -467,7 +468,7 @@ def before_lines(code: Any, call: Callable[[], object], *, number: int | None = 
 
 
 def post(model: Model, work: Callable[[], object]) -> None:
-    _sharding_after_a_step(model).groups.shard.carrier._posting.submit(work)  # type: ignore[union-attr]
+    _sharding_after_a_step(model).shard_exchanges.inside.carrier._posting.submit(work)  # type: ignore[union-attr]
 
 
 def over_collectives() -> contextlib.AbstractContextManager[object]:

@@ -51,7 +51,7 @@ from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
 from undertow.schedule import Op
-from undertow.sharded import groups
+from undertow.sharded import shard_exchanges
 from undertow.sync import gradient_sync, group_sync
 
 PATIENCE_S = 20.0
@@ -239,9 +239,9 @@ class FakeGroup:
         pass
 
     def all_reduce(self, tensor: Tensor, _name: str, op: Any = None, **how: Any) -> Handle:
-        return self.all_reduce_async(tensor, op, **how)
+        return self.all_reduce_unnamed(tensor, op, **how)
 
-    def all_reduce_async(self, tensor: Tensor, op: Any = None, *, finish: Callable[[], object] | None = None) -> Handle:
+    def all_reduce_unnamed(self, tensor: Tensor, op: Any = None, *, finish: Callable[[], object] | None = None) -> Handle:
         def take(brought: list[Tensor]) -> None:
             tensor.copy_(reduce(torch.maximum if op == dist.ReduceOp.MAX else torch.add, brought))
 
@@ -466,8 +466,8 @@ def _one_process() -> Iterator[None]:
         for place, name, ours in (
             (gradient_sync, "chosen_group", lambda *_, **_how: FakeRef(tuple(range(_thread.rank.world.num_ranks)), "fake", None)),
             (group_sync, "OwnGroup", FakeGroup),
-            (groups, "OwnGroup", FakeGroup),
-            (groups, "exchanges_over", FakeCollectives),
+            (shard_exchanges, "OwnGroup", FakeGroup),
+            (shard_exchanges, "exchanges_over", FakeCollectives),
             (reducer, "exchanges_over", FakeCollectives),
             (comm_hook, "Worker", FakeWorker),
             (current_plan, "call_at_registration", lambda then: at_registration(_only_here(then))),

@@ -17,19 +17,15 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.finite import bad_slots
-from undertow.buckets.gradients import BucketGradients, WholeGradients
+from undertow.buckets.gradients import BucketGradients
 from undertow.buckets.memory import BucketMemory
-from undertow.buckets.recorder import RecordedTransfer, Recorder
+from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
-from undertow.buckets.sparse import SparseGradients
 from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import BucketTransfer, transfer_of
+from undertow.buckets.transfer import BucketTransfer, RecordedTransfer
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
-from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.handle import Handle
-from undertow.ranks.transport import OwnGroup
-from undertow.schedule import DDP, Strategy
 from undertow.torch_private import private
 
 
@@ -44,49 +40,6 @@ class Shared:
 
     def params_of(self, spec: Bucket) -> Sequence[Tensor]:
         return tuple([self.params[index] for index in spec.params])
-
-
-class Layout:
-    """Where the parameters and the reduced gradients of a plan lie: whole on every rank of `group`.
-
-    `Sharding` is a layout of shards. Reductions wait for the ranks of `group`.
-    """
-
-    strategy: Strategy = DDP
-    # that reduce or gather its shards
-    exchanges: tuple[Exchanges, ...] = ()
-
-    def __init__(self, group: OwnGroup) -> None:
-        self.group = group
-
-    @property
-    def holds_shards(self) -> bool:
-        """True if ranks have shards of a gradient that was not set to zero."""
-        return False
-
-    def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
-        """Returns the buckets of the plan, in its order."""
-        return [_whole_bucket(spec, shared) for spec in shared.plan.buckets]
-
-    def wait_for_parameters(self) -> None:
-        """Waits until all parameters that an optimizer has updated have arrived."""
-
-    def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
-        """Called before gradients move to another plan.
-
-        Raises PhaseError if ranks have shards of one of them.
-        """
-
-
-def _whole_bucket(spec: Bucket, shared: Shared) -> LiveBucket:
-    params = shared.params_of(spec)
-    gradients: BucketGradients
-    if spec.is_sparse:
-        gradients = SparseGradients(params, BucketMemory(spec, ()))
-    else:
-        gradients = WholeGradients(params, BucketMemory(spec, params))
-    transfer = transfer_of(spec, shared.plan, gradients, params, shared.reducer)
-    return LiveBucket(spec, shared, gradients, transfer)
 
 
 class LiveBucket:

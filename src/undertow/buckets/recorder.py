@@ -11,17 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
-from torch import Tensor
-
-from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import BucketTransfer
 from undertow.device import Accelerator
-from undertow.ranks.dither import Turn
 from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Coding
 from undertow.ranks.transport import OwnGroup
-from undertow.schedule import Op, OpKind
-from undertow.torch_private import private
+from undertow.schedule import Op
 from undertow.trace import BucketRecord, StepRecord
 
 _NUM_KEPT = {"off": 0, "summary": 64, "full": None}  # steps
@@ -296,57 +290,6 @@ class Recorder:
             idle_us=0.0 if marks.after is None else self._clock.us_between(marks.after, begin),
             arrivals={param: us(mark) for param, mark in marks.arrivals.items()},
         )
-
-
-class RecordedTransfer:
-    """The transfer of a bucket, whose times are recorded.
-
-    `is_only`: the plan has no other bucket.
-    """
-
-    def __init__(
-        self, transfer: BucketTransfer, recorder: Recorder, bucket: int, *, is_only: bool
-    ) -> None:
-        self._transfer, self._recorder = transfer, recorder
-        self._bucket, self._is_only = bucket, is_only
-        self.kind: OpKind = transfer.kind
-        self._marks = BucketMarks(0, transfer.kind, ready=None)  # of the last reduction
-
-    def mark_ready(self) -> None:
-        """Called when the bucket is full, before it is packed."""
-        transfer = self._transfer
-        self._marks = self._recorder.ready(
-            self._bucket, num_bytes=transfer.wire_bytes, kind=self.kind
-        )
-
-    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
-        recorder, transfer = self._recorder, self._transfer
-        self._marks.launched = recorder.mark()
-        transfer.start(trailer, turn)
-        # At the end of the backward of one model, a single bucket is waited for at once: the end of
-        # its collective needs no mark.
-        is_alone = self._is_only and len(recorder.in_backward) <= 1
-        if not is_alone or private.graph_task_id() == -1:
-            recorder.completes(self._marks, transfer.handles[0])
-
-    def start_across(self, turn: Turn) -> None:
-        self._transfer.start_across(turn)
-        self._recorder.completes(self._marks, self._transfer.handles[0])
-
-    def finish(self) -> None:
-        marks, recorder = self._marks, self._recorder
-        marks.wait_start = recorder.mark()
-        self._transfer.finish()
-        marks.wait_stop = recorder.mark()
-        for parcel in self._transfer.encoded:
-            marks.take_codings(parcel.codings)
-
-    def is_completed(self) -> bool:
-        return self._transfer.is_completed()
-
-    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
-        """Late gradients count as part of no bucket's time."""
-        return self._transfer.start_late(values)
 
 
 def _bucket_record(bucket: int, row: BucketMarks, us: Callable[[Mark], float]) -> BucketRecord:

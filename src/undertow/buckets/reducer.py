@@ -102,9 +102,9 @@ class Reducer:
             if self._ordered is not None:
                 return self._ordered.all_reduce(tensor)
             if self.averages(tensor.dtype):
-                return self.group.all_reduce_async(tensor, dist.ReduceOp.AVG)
+                return self.group.all_reduce_unnamed(tensor, dist.ReduceOp.AVG)
         tensor.div_(self.group.num_ranks)
-        return self.group.all_reduce_async(tensor)
+        return self.group.all_reduce_unnamed(tensor)
 
     @cached_property
     def _ordered(self) -> Exchanges | None:

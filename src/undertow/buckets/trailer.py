@@ -17,7 +17,7 @@ from undertow.buckets.facts import FactCodec, Facts, bits_of, indices
 from undertow.buckets.memory import WIDER_IN_NUMPY, BucketMemory
 from undertow.device import Accelerator, device_of
 from undertow.plan import Bucket
-from undertow.plan.facts import FACTS, SIGNATURE_BITS, STEP_BITS, ranks_differ
+from undertow.plan.facts import FACTS, SIGNATURE_BITS, STEP_BITS, Fact, ranks_differ
 
 _LARGEST_NUMBER = 60_000.0  # fp16 ends at 65504, and an infinity would spoil the sum
 
@@ -107,7 +107,7 @@ class TrailerCodec:
 
     def tell_nonfinite(self, has_any: Tensor) -> None:
         """Tells, with the last bucket, whether this rank has such gradients anywhere. [] bool"""
-        self._facts.of(self._memory.trailer, "nonfinite")[self._rank].copy_(has_any)
+        self._facts.of(self._memory.trailer, Fact.NONFINITE)[self._rank].copy_(has_any)
 
     def read(self) -> Reading | None:
         """Waits, and reads the reduced trailer.

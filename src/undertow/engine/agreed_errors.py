@@ -13,6 +13,7 @@ from undertow.errors import (
     PlanMismatch,
     require,
 )
+from undertow.plan.facts import Fact
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
@@ -51,12 +52,12 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
     """
     number = ended.terms.number
     where = f"synchronization {number}, rank {group.name}"
-    takers = set(ended.found.reported("taken"))
+    takers = set(ended.found.reported(Fact.TAKEN))
     if ended.found.taken:
         takers.add(group.name)  # on a device the ranks read it later
     if takers:
         raise taken_in_backward(takers, number, place=taken or f"rank {group.name}")
-    failed = ended.found.reported("failed")
+    failed = ended.found.reported(Fact.FAILED)
     if any(reading.ranks_differ for reading in ended.found.readings):
         listed = sorted(group.watch.ask(_place(ended), of=group.names).items())
         raise Desync(
@@ -65,7 +66,7 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
             remedy="Run the same number of synchronized backwards and steps on every rank. A rank "
             "without a backward calls finish().",
         )
-    if any(reading.is_overdue and reading.flags.get("late") for reading in ended.found.readings):
+    if any(reading.is_overdue and reading.flags.get(Fact.LATE) for reading in ended.found.readings):
         raise Desync(
             "gradients arrived again after their bucket was sent, and were left out.",
             where=f"{where}, or the one before",
@@ -79,7 +80,7 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
             remedy="The gradients of this step are incomplete on every rank: drop them, and see "
             "the log of that rank.",
         )
-    if "settings" in ended.found.unlike and not ended.has_failed:
+    if Fact.SETTINGS in ended.found.unlike and not ended.has_failed:
         texts = group.watch.ask(text_of(ended.terms.settings), of=group.names)
         raise settings_differ(texts, where=where)
 
@@ -97,7 +98,7 @@ def changed_unlike(ended: Round, group: OwnGroup, change: str) -> PlanMismatch |
 
     `change` describes the change on this rank.
     """
-    changed = ended.found.reported("changed")
+    changed = ended.found.reported(Fact.CHANGED)
     if not 0 < len(changed) < group.num_ranks:
         return None
     unchanged = ", ".join(str(other) for other in group.names if other not in changed)

@@ -4,13 +4,14 @@ parameters stay the same on every rank, and that a request to stop reaches all."
 from __future__ import annotations
 
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from undertow.buckets.facts import majority
 from undertow.buckets.fingerprints import fingerprints
 from undertow.config import SyncConfig
 from undertow.engine.current_plan import CurrentPlan
@@ -23,6 +24,7 @@ from undertow.errors import (
     UndertowError,
 )
 from undertow.mesh.local_tensors import local_tensor, local_tensors
+from undertow.plan.facts import Fact
 from undertow.ranks.agreement import Extremes, gather_json
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
@@ -47,7 +49,7 @@ def mismatch(name: str, values: Mapping[int, int], *, where: str, remedy: str) -
 
     The value of most ranks counts as right, and in a tie the value of the first rank among them.
     """
-    (common, _), *_ = Counter(values.values()).most_common()
+    common = majority(values.values())
     others = [rank for rank, value in values.items() if value != common]
     alike = [rank for rank, value in values.items() if value == common]
     return ReplicaMismatch(
@@ -99,12 +101,12 @@ class Loads:
         """Returns True if the parameters are to be compared now; the same on every rank."""
         # Reports of the loads that were compared last may be read once more on a device.
         is_repeated = self._settled_in is not None and ended.terms.number <= self._settled_in + 1
-        if not ended.found.reported("loaded", overdue=not is_repeated):
+        if not ended.found.reported(Fact.LOADED, overdue=not is_repeated):
             return False
         self.are_known = True
         if self._group.hardware.is_host:
             return True
-        return ended.found.reported("loaded", overdue=False) == sorted(self._group.names)
+        return ended.found.reported(Fact.LOADED, overdue=False) == sorted(self._group.names)
 
     def settle(self, number: int | None = None) -> None:
         """Called when all ranks have the same parameters, or compare them at the end of

@@ -13,7 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import Layout, LiveBucket, Shared
+from undertow.buckets.bucket import LiveBucket, Shared
+from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading, Snapshot
@@ -48,14 +49,14 @@ class CompiledPlan:
         recorder: Recorder,
         *,
         before: CompiledPlan | None = None,
-        layout: Layout | None = None,
+        layout: BucketLayout | None = None,
     ) -> None:
         self.plan = plan
         self.params = tuple(params)
         # of this moment, as buckets are laid out
         self.strides = tuple(param.stride() for param in params)
         self.reducer, self.recorder = reducer, recorder
-        self.layout = Layout(reducer.group) if layout is None else layout
+        self.layout = BucketLayout(reducer.group) if layout is None else layout
         self.generation = 0
         self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
         is_host = reducer.group.hardware.is_host

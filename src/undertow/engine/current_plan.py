@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol, TypeAlias
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from undertow.buckets.bucket import Layout
+from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
@@ -338,7 +338,7 @@ class CurrentPlan:
         _ = self.compiled.buckets
         self.hooks.regroup(plan)
 
-    def follow_layout(self, plan: Plan, layout: Layout) -> None:
+    def follow_layout(self, plan: Plan, layout: BucketLayout) -> None:
         """Lays out the same parameters as `layout` says."""
         before, hooks = self.compiled, self.hooks
         self._recorder.forgets_gathers()
@@ -428,7 +428,7 @@ class CurrentPlan:
             present, group = self.members.named_params(), self.group
             # before the hooks by which a gradient counts as arrived
             self.placements.follow(present)
-            hooks.start()
+            hooks.register()
             hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
             if params and group.num_ranks > 1:
                 is_even = are_even(param for _, param in present)

@@ -56,7 +56,9 @@ class Engine:
         self._end = OutermostEnd(
             self._backward_ends, lambda: self.current_plan.hooks.arrivals.forget_backward()
         )
-        listeners = Listeners(self, self._first_gradient_arrives, self._arrives_outside)
+        listeners = Listeners(
+            self, self._first_gradient_arrives, self._bucket_is_full, self._arrives_outside
+        )
         self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
         self.siblings: SiblingEngines  # set by `ModuleSync`
         self.checks = Checks(self.current_plan, config)
@@ -184,6 +186,13 @@ class Engine:
             self._begin_rounds(task)
         else:
             self._end.watch(task)
+
+    @private.untraced
+    def _bucket_is_full(self, index: int) -> None:
+        """Called when all gradients of a bucket have arrived."""
+        now = self.rounds.now
+        if now is not None and now.has_started:
+            now.bucket_is_full(index)
 
     @private.untraced
     def _arrives_outside(self, param: Tensor) -> None:

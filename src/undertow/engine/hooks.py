@@ -22,18 +22,13 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from undertow.device import Device
+from undertow.engine.arrivals import Arrivals
 from undertow.engine.tuning import Tuning
 from undertow.mesh.local_tensors import KeptPlacements
 from undertow.plan import Plan
-from undertow.schedule.arrivals import Arrivals, BucketArrivals
 from undertow.torch_private import private
 
 _is_trained = attrgetter("requires_grad")
-
-# If a backward is compiled with the code around it, so are the Python functions that it calls
-# first.
-private.left_alone(BucketArrivals.arrive)
-private.left_alone(BucketArrivals.arrive_on_stream)
 
 
 class GradientFactor:
@@ -75,6 +70,7 @@ class Listeners:
 
     owner: object
     on_backward: Callable[[int], object]  # with a backward whose first gradient arrives
+    on_full: Callable[[int], object]  # with a bucket whose gradients have all arrived
     # with a parameter that got a gradient and is not in the plan
     on_outside: Callable[[Tensor], object]
 
@@ -100,7 +96,7 @@ class ParamHooks:
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
-            on_full=no_round,
+            on_full=listeners.on_full,
             backward_id=private.graph_task_id,
             on_backward=listeners.on_backward,
             stream_of=self._stream_of,
@@ -119,7 +115,7 @@ class ParamHooks:
     def params(self) -> list[Tensor]:
         return [param for _, param in self.named_params]
 
-    def start(self) -> None:
+    def register(self) -> None:
         """Registers the hooks; again after a regrouping, which changes the functions to call."""
         remove_all(self._registered)
         for param, hook in zip(self.params, self.arrivals.hooks, strict=True):
@@ -163,14 +159,13 @@ class ParamHooks:
         """Switches to the buckets of another plan."""
         self.arrivals.regroup([bucket.params for bucket in plan.buckets], self._stream_of)
         if self._registered:
-            self.start()
+            self.register()
 
     def close(self) -> None:
         """Removes the hooks; a second call does nothing."""
         remove_all(self._registered)
         self.watch((), may_have_arrived=False)
-        self.arrivals.on_full = no_round  # it may be in the middle of an arrival
-        self.arrivals.owner = None
+        self.arrivals.close()
         if self.tuning is not None:
             self.tuning.close()
 
@@ -224,10 +219,6 @@ class _Nothing:
 
     def __call__(self) -> None:
         """Does nothing."""
-
-
-def no_round(_bucket: int) -> None:
-    """Called with a full bucket while no round runs that could send it."""
 
 
 def remove_all(hooks: list[RemovableHandle]) -> None:

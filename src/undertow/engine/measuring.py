@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.buckets.recorder import Recorder
+from undertow.engine.arrivals import Arrivals
 from undertow.plan import Plan
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
-from undertow.schedule import Arrivals
 from undertow.trace import StepRecord
 from undertow.trace.measured import MeasuredSteps, Measurements, array_of_records
 

@@ -20,6 +20,7 @@ from undertow.engine.round import Round
 from undertow.errors import NonFiniteGradient, listed
 from undertow.mesh.local_tensors import local_tensor
 from undertow.plan import Plan
+from undertow.plan.facts import Fact
 from undertow.ranks import faults
 from undertow.ranks.agreement import any_rank, gather_json
 from undertow.ranks.transport import OwnGroup
@@ -190,7 +191,7 @@ def _finding_of(ended: Round, plan: Plan) -> Finding:
     ]
     return Finding(
         params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
-        ranks=tuple(ended.found.reported("nonfinite", overdue=False)),
+        ranks=tuple(ended.found.reported(Fact.NONFINITE, overdue=False)),
         where=f"synchronization {ended.terms.number}, bucket {listed(list(map(str, buckets)))}",
     )
 

@@ -18,7 +18,7 @@ from undertow.errors import PlanMismatch, ReplicaMismatch
 
 
 def tell_of_change(plans: CurrentPlan, terms: Terms) -> Round:
-    """Sends the buckets of the plan in force, without gradients and with the flag "changed".
+    """Sends the buckets of the plan in force, without gradients and with the flag `Fact.CHANGED`.
 
     A rank that has not changed is in a usual round, so both find out. Does not wait. Raises
     ConfigError if another engine has new parameters, and PhaseError if ranks hold shards of

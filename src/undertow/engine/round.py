@@ -22,8 +22,8 @@ from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.step_settings import Settings
 from undertow.plan import Bucket, signature_of
+from undertow.plan.facts import Fact
 from undertow.schedule import OpKind
-from undertow.torch_private import private
 
 # A part of a round between two waits for other ranks; returns the next part.
 Stage: TypeAlias = Callable[[], Union["Stage", None]]
@@ -77,14 +77,14 @@ class Findings:
     @property
     def late_buckets(self) -> list[int]:
         """Buckets with a gradient, on some rank, that arrived after they had been launched."""
-        return self.reported("late", overdue=False)
+        return self.reported(Fact.LATE, overdue=False)
 
     @property
     def unlike(self) -> set[str]:
         """The digests that differ between ranks."""
         return {fact for reading in self.readings for fact in reading.unlike}
 
-    def reported(self, fact: str, *, overdue: bool = True) -> list[int]:
+    def reported(self, fact: Fact, *, overdue: bool = True) -> list[int]:
         """Returns the ranks, or buckets, with this flag.
 
         With or without trailers of earlier rounds.
@@ -97,20 +97,19 @@ class Findings:
 class Round:
     """A round that is under way.
 
-        start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] `conclude`
+        start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] concluded
         buckets leave as they fill, in the order of the plan, so that all ranks send alike
 
     It exists from its first gradient on. It starts at once, or after a rebuild when its backward
     has ended. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait for
-    other ranks, and returns the next stage, or None. The last one calls `conclude`, a method of
-    `Rounds`.
+    other ranks, and returns the next stage, or None. `Rounds.advance` runs them, and concludes the
+    round after the last one.
     """
 
     kind: RoundKind
     is_last: bool = True  # of the step, which adds up no more gradients
     op: str | None = None  # of a reduction by hand, if it is not the mean
     holds_back: bool = False  # no bucket leaves before the end of backward
-    conclude: Callable[[Round], Stage | None] | None = None  # the end; None before a rebuild
     has_started: bool = False
     has_ended: bool = False  # its backward; then stage after stage runs, until none is left
     stage: Stage | None = None  # the next one after backward; None while one runs
@@ -127,8 +126,6 @@ class Round:
         """Starts it under a plan, once."""
         self.has_started = True
         self.compiled, self.hooks, self.terms = compiled, hooks, terms
-        if hooks is not None:
-            hooks.arrivals.on_full = self._bucket_is_full
         self.found.readings += compiled.round_begins(
             is_synchronized=self.kind is not RoundKind.ACCUMULATE
         )
@@ -137,8 +134,7 @@ class Round:
         """Called when its backward has ended, once: `first` is the first stage."""
         self.stage, self.has_ended = first, True
 
-    @private.untraced
-    def _bucket_is_full(self, index: int) -> None:
+    def bucket_is_full(self, index: int) -> None:
         """Called when all gradients of a bucket have arrived.
 
         Sends it if all buckets before it were sent. The last one waits for the end of backward,
@@ -192,16 +188,14 @@ class Round:
         if self.kind is not RoundKind.ACCUMULATE:
             for bucket in self.compiled.buckets:
                 self.compiled.run((OpKind.BIND, self._bind), bucket=bucket)
-        if self.conclude is None:
-            return None
+        if self.kind is RoundKind.RETIRE:
+            return None  # the ranks rebuild, or raise
         late_buckets = self.found.late_buckets if self.found.readings else ()
-        if not late_buckets:
-            return self.conclude(self)
         for index in late_buckets:
             self.compiled.buckets[index].start_late()
-        return self._add_late
+        return self._add_late if late_buckets else None
 
-    def _add_late(self) -> Stage | None:
+    def _add_late(self) -> None:
         """Waits for these gradients, and adds them."""
         for bucket in self.compiled.buckets:
             bad = bucket.finish_late(rescale=self.terms.rescale)
@@ -209,9 +203,7 @@ class Round:
                 found, index = self.found.nonfinite, bucket.spec.index
                 found[index] = bad | found.get(index, frozenset())
         assert self.hooks is not None  # only a round of gradients gets here
-        assert self.conclude is not None
         self.hooks.arrivals.learn_repeats()
-        return self.conclude(self)
 
     def _pack_local(self, bucket: LiveBucket) -> None:
         self._follow_streams(bucket)
@@ -291,19 +283,22 @@ class Round:
         here = (compiled.reducer.group.rank,)
         flags: dict[str, Sequence[int]] = {}
         if self.has_failed:
-            flags["failed"] = here
+            flags[Fact.FAILED] = here
         if self.found.taken:
-            flags["taken"] = here
+            flags[Fact.TAKEN] = here
         if self.kind is RoundKind.RETIRE:
-            flags["changed"] = here
+            flags[Fact.CHANGED] = here
         if self.terms.is_loaded:
-            flags["loaded"] = here
+            flags[Fact.LOADED] = here
         if self.terms.is_stopping:
-            flags["stopping"] = here
+            flags[Fact.STOPPING] = here
         if has_late:
-            flags["late"] = [each.spec.index for each in compiled.buckets if each.catch_late()]
-        numbers = {"busy_ms": compiled.recorder.busy_ms()}
-        return Facts(digests=self.terms.digests, flags=flags, numbers=numbers)
+            flags[Fact.LATE] = [each.spec.index for each in compiled.buckets if each.catch_late()]
+        return Facts(
+            digests=self.terms.digests,
+            flags=flags,
+            numbers={Fact.BUSY_MS: compiled.recorder.busy_ms()},
+        )
 
     def _bind(self, bucket: LiveBucket) -> None:
         with self.compiled.group.watch.waiting(bucket.label):
@@ -328,7 +323,7 @@ class Round:
             compiled.snapshots.append(bucket.trailer.snapshot())
             return None
         if bucket.spec.trailer.facts:  # the last bucket
-            found.busy_ms = bucket.trailer.numbers("busy_ms")
+            found.busy_ms = bucket.trailer.numbers(Fact.BUSY_MS)
         if compiled.is_profiling:
             with torch.profiler.record_function("search_unused_parameters"):  # torch's name for it
                 reading = bucket.trailer.read()

@@ -13,12 +13,13 @@ from undertow.buckets.recorder import Recorder
 from undertow.engine import agreed_errors
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
-from undertow.engine.hooks import OutermostEnd, no_round, users_hooks
+from undertow.engine.hooks import OutermostEnd, users_hooks
 from undertow.engine.moves import Moves
 from undertow.engine.progress import Gradients, Progress
 from undertow.engine.rebuild import rebuild, require_changed_alike, tell_of_change
 from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.errors import UndertowError
+from undertow.plan.facts import Fact
 from undertow.torch_private import private
 
 
@@ -58,13 +59,11 @@ class Rounds:
         hooks = current_plan.hooks
         is_overtaken = hooks.num_hooks_ever != private.num_hooks_ever() and hooks.run_last()
         is_synchronized = kind is not RoundKind.ACCUMULATE
-        conclude = self._judge if is_synchronized else self._conclude_accumulation
         begun = Round(
             kind=kind,
             is_last=is_last,
             op=op,
             holds_back=is_overtaken or not current_plan.compiled.reducer.config.overlap,
-            conclude=conclude,
         )
         if is_synchronized:
             if not current_plan.group.is_open:
@@ -97,7 +96,7 @@ class Rounds:
             settings=steps.settings,
             is_loaded=checks.loads.are_known,
             is_stopping=is_stopping,
-            digests={"settings": steps.digest} if is_telling else {},
+            digests={Fact.SETTINGS: steps.digest} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
         )
@@ -109,8 +108,7 @@ class Rounds:
         if ending.has_started:
             first: Stage = ending.send
         elif ending.kind is RoundKind.ACCUMULATE:
-            # Gradients stay where they are until the ranks rebuild.
-            first = partial(self._conclude_accumulation, ending)
+            first = _leaves_gradients
         else:
             first = self._first_stage(ending)
         ending.backward_ended(first)  # last: an error before leaves a backward that has failed
@@ -149,7 +147,28 @@ class Rounds:
         self._start(ending)
         return ending.send()
 
-    def _conclude_accumulation(self, _ended: Round) -> None:
+    def advance(self, ending: Round) -> None:
+        """Runs the next stage, and concludes the round after the last one; an error ends it."""
+        try:
+            stage, ending.stage = ending.stage, None
+            if stage is None:
+                return  # a signal handler has run it
+            ending.stage = stage()
+            if ending.stage is None:
+                self._conclude(ending)
+        except BaseException:
+            if self.now is ending:
+                self._close()
+            raise
+
+    def _conclude(self, ended: Round) -> None:
+        if ended.kind is RoundKind.ACCUMULATE:
+            self._conclude_accumulation()
+        else:
+            self._judge(ended)
+        self._close()
+
+    def _conclude_accumulation(self) -> None:
         hooks = self._current_plan.hooks
         hooks.arrived_before |= hooks.arrivals.arrived
         self._progress.has_accumulated = True
@@ -211,19 +230,6 @@ class Rounds:
         if tuning is not None:
             tuning.forget_window()
 
-    def advance(self, ending: Round) -> None:
-        """Runs the next stage; an error ends the round."""
-        try:
-            stage, ending.stage = ending.stage, None
-            if stage is not None:  # otherwise a signal handler has run it
-                ending.stage = stage()
-                if ending.stage is None:
-                    self._close()
-        except BaseException:
-            if self.now is ending:
-                self._close()
-            raise
-
     def finish(self) -> None:
         """Waits for launched buckets and binds the gradients.
 
@@ -251,9 +257,7 @@ class Rounds:
     def _close(self) -> None:
         self.now = None
         self._end.forget()
-        arrivals = self._current_plan.hooks.arrivals
-        arrivals.on_full = no_round
-        arrivals.forget_backward()
+        self._current_plan.hooks.arrivals.forget_backward()
 
     def abandon(self) -> None:
         """Ends a round that an exception in backward has left open, and waits for one that was
@@ -278,3 +282,8 @@ class Rounds:
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
             self.end_backward(failed)
             self.finish()
+
+
+def _leaves_gradients() -> None:
+    """The stage of an accumulation that has not started: gradients stay where they are until the
+    ranks rebuild."""

@@ -9,6 +9,7 @@ import time
 import warnings
 
 from undertow.engine.round import Findings
+from undertow.plan.facts import Fact
 from undertow.ranks.transport import OwnGroup
 
 
@@ -57,10 +58,10 @@ class StopRequest:
         if self._is_told_elsewhere:
             return
         self._watch_time()
-        if self.is_requested or not found.readings or not found.reported("stopping"):
+        if self.is_requested or not found.readings or not found.reported(Fact.STOPPING):
             return
         self.is_heard_of = True
-        told_by = found.reported("stopping", overdue=False)
+        told_by = found.reported(Fact.STOPPING, overdue=False)
         self.is_requested = self._group.hardware.is_host or told_by == sorted(self._group.names)
 
     def told_elsewhere(self, *, is_told: bool) -> None:

@@ -10,11 +10,11 @@ import torch
 
 from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
+from undertow.engine.arrivals import Arrivals
 from undertow.engine.measuring import Measuring, Present
 from undertow.engine.trying import MOST_DROPS, Trying
 from undertow.plan import Plan, observed, plan_in_order
 from undertow.ranks.handle import Handle
-from undertow.schedule import Arrivals
 from undertow.trace.measured import Measurements
 from undertow.tune import Trial, Trials, progress_text
 from undertow.wire import AUTO

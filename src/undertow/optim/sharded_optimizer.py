@@ -165,7 +165,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
             if not own.engine.is_closure_idle:
                 self._sync.finish()
             ids, reader = set(map(id, params_of(self))), type(self).__name__
-            own.engine_steps.average_before_step(ids, reader=reader, is_sharded=True)
+            own.before_steps.average_before_step(ids, reader=reader, is_sharded=True)
         self._consolidated = None
         numbers = own.engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank

@@ -278,7 +278,9 @@ def _gather_parts(
                 indices.setdefault((key, dtype), []).append(index)
     for key, dtype in sorted(indices):
         own = torch.zeros(
-            sharding.groups.shard_numel(bucket), dtype=getattr(torch, dtype), device=bucket.device
+            sharding.shard_exchanges.shard_numel(bucket),
+            dtype=getattr(torch, dtype),
+            device=bucket.device,
         )
         into: dict[int, Tensor] = {}
         for index in indices[key, dtype]:

@@ -11,7 +11,7 @@ gradient contains NaN or Inf; a sum keeps NaN in any dtype too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from functools import lru_cache
 
 STEP_BITS = 12
@@ -32,17 +32,30 @@ class FactKind(Enum):
     NUMBERS = auto()
 
 
-# docs/architecture.md tells how to add one.
+class Fact(StrEnum):
+    """The name of a fact. docs/architecture.md tells how to add one."""
+
+    SETTINGS = "settings"  # of optimizers that have stepped since the last synchronization
+    FAILED = "failed"  # backward has failed
+    TAKEN = "taken"  # a gradient had arrived, and was gone when its bucket left
+    CHANGED = "changed"  # parameters, or the hook, differ from the plan's
+    LOADED = "loaded"  # load_state_dict has run since the last synchronization
+    NONFINITE = "nonfinite"  # a gradient is not finite
+    STOPPING = "stopping"  # a signal has asked the rank to stop
+    LATE = "late"  # a gradient arrived again after the bucket was sent
+    BUSY_MS = "busy_ms"  # time since the rank finished the previous synchronization
+
+
 FACTS: Mapping[str, FactKind] = {
-    "settings": FactKind.DIGEST,  # of optimizers that have stepped since the last synchronization
-    "failed": FactKind.RANK_FLAGS,  # backward has failed
-    "taken": FactKind.RANK_FLAGS,  # a gradient had arrived, and was gone when its bucket left
-    "changed": FactKind.RANK_FLAGS,  # parameters, or the hook, differ from the plan's
-    "loaded": FactKind.RANK_FLAGS,  # load_state_dict has run since the last synchronization
-    "nonfinite": FactKind.RANK_FLAGS,  # a gradient is not finite
-    "stopping": FactKind.RANK_FLAGS,  # a signal has asked the rank to stop
-    "late": FactKind.ITEM_FLAGS,  # a gradient arrived again after the bucket was sent
-    "busy_ms": FactKind.NUMBERS,  # time since the rank finished the previous synchronization
+    Fact.SETTINGS: FactKind.DIGEST,
+    Fact.FAILED: FactKind.RANK_FLAGS,
+    Fact.TAKEN: FactKind.RANK_FLAGS,
+    Fact.CHANGED: FactKind.RANK_FLAGS,
+    Fact.LOADED: FactKind.RANK_FLAGS,
+    Fact.NONFINITE: FactKind.RANK_FLAGS,
+    Fact.STOPPING: FactKind.RANK_FLAGS,
+    Fact.LATE: FactKind.ITEM_FLAGS,
+    Fact.BUSY_MS: FactKind.NUMBERS,
 }
 
 

@@ -102,7 +102,7 @@ class BackendCollectives:
         return Arriving([part], [work], [part, values])
 
     def start_sum(self, tensor: Tensor, tag: int, *, is_whole: bool = False) -> Arriving:
-        return Arriving([], list(self.group.all_reduce_async(tensor).works), [])
+        return Arriving([], list(self.group.all_reduce_unnamed(tensor).works), [])
 
     def expect_sum(self, arriving: Arriving, tag: int) -> None:
         """Does nothing: the backend receives the sum."""

@@ -85,10 +85,11 @@ class Fault:
     known_s: float = field(default_factory=time.monotonic, compare=False)
 
     def error(self, where: str, *, waits_for: str = "") -> UndertowError:
-        """Returns a new error each time: raising one twice would accumulate both tracebacks.
+        """Returns the error to raise (`Watch.give_up`): RankLost, PeerFailed, StallTimeout, or one
+        that ranks have agreed on.
 
-        If a rank has left while this one `waits_for` a call of every rank, the data is not the
-        reason.
+        It is a new one each time: raising one twice would accumulate both tracebacks. If a rank has
+        left while this one `waits_for` a call of every rank, the data is not the reason.
         """
         has_left = self.kind is RankLost and _LEFT in self.what
         return self.kind(

@@ -39,9 +39,9 @@ from undertow.ranks.answers import (
     reporters,
     stall_text,
 )
+from undertow.ranks.ring_messages import MessageKind
 
 Message = dict[str, Any]
-DIRECTED = ("asks", "does")  # kinds of messages for one neighbor
 
 
 class Neighbor(Protocol):
@@ -60,10 +60,10 @@ class Party(Protocol):
     @property
     def neighbors(self) -> Sequence[Any]: ...
 
-    def say_to(self, neighbor: Any, kind: str, **content: Any) -> None:
+    def say_to(self, neighbor: Any, kind: MessageKind, **content: Any) -> None:
         """Sends a message to one neighbor."""
 
-    def say(self, kind: str, **content: Any) -> None:
+    def say(self, kind: MessageKind, **content: Any) -> None:
         """Tells every rank, including this one."""
 
     def answer(self, number: int, about: Sequence[Call]) -> tuple[Answer, bool] | None:
@@ -123,7 +123,7 @@ class Inquiry:
         asker, number = int(message["asker"]), int(message["query"])
         if asker not in range(self._ring.num_ranks):
             raise ValueError("it is from no rank.")
-        if kind == "asks":
+        if kind == MessageKind.ASKS:
             self._is_asked(asker, number, source, message)
         else:
             self._is_answered(asker, number, source, message)
@@ -196,7 +196,7 @@ class Inquiry:
         for child in query.children:
             self._ring.say_to(
                 child,
-                "asks",
+                MessageKind.ASKS,
                 number=self._number,
                 asker=query.asker,
                 query=query.number,
@@ -244,7 +244,7 @@ class Inquiry:
         if is_over or len(query.found.ranks) == self._ring.num_ranks:
             query.is_answered = True
             self._ring.say(
-                "answers",
+                MessageKind.ANSWERS,
                 number=self._number,
                 query=query.number,
                 is_about_calls=bool(query.about),
@@ -256,7 +256,7 @@ class Inquiry:
             return
         self._ring.say_to(
             query.parent,
-            "does",
+            MessageKind.DOES,
             number=self._number,
             asker=query.asker,
             query=query.number,

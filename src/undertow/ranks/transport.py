@@ -31,6 +31,7 @@ from undertow.ranks.guard import meet, over_users, watch_over
 from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.threads import Worker
+from undertow.ranks.watch import Watch
 from undertow.torch_private import private
 
 _CLOSED = NullWatch()  # of groups that are closed
@@ -67,7 +68,7 @@ class OwnGroup:
         self.num_ranks = len(user.ranks)
         self.backend = user.backend_for(device)
         self.hardware = device_of(device)
-        self.watch = NullWatch()  # over the other ranks
+        self.watch: Watch | NullWatch = NullWatch()  # over the other ranks
         # the ranks that must agree on the model
         self.everyone: OwnGroup = within if within is not None and is_axis else self
         self.here: Activity = Activity() if self.everyone is self else self.everyone.here
@@ -195,11 +196,11 @@ class OwnGroup:
         `name`.
         """
         with self.waiting():
-            (work,) = self.all_reduce_async(tensor, op).works
+            (work,) = self.all_reduce_unnamed(tensor, op).works
         self.makes_call(name)
         return self._handle(work, name, tensor, finish)
 
-    def all_reduce_async(
+    def all_reduce_unnamed(
         self,
         tensor: Tensor,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
@@ -276,8 +277,16 @@ class OwnGroup:
     def complete(self, work: Work) -> None:
         """Waits for `work`; on a device, makes the current stream wait.
 
-        Raises the transport's error, or RuntimeError if the work cannot complete because a rank is
-        gone. A context of `waiting` around the call replaces these by the reason.
+        Over gloo, the wait ends in one of four ways:
+
+        - Gloo's thread completes the work.
+        - Gloo's thread fails it, because a connection has ended: a rank has died, another rank has
+          given up (`Watch.give_up`), or the group's timeout is over.
+        - The guard's thread interrupts the group (`Watch.judge`), and gloo's thread fails the work.
+        - This thread ends it one look after a rank is known to be gone, if gloo does not fail it.
+
+        Raises the transport's error, or RuntimeError in the last case. A context of `waiting`
+        around the call replaces these by the reason.
         """
         is_broken = False
         while self.hardware.is_host and not work.is_completed():

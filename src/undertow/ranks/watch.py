@@ -59,8 +59,9 @@ from undertow.ranks import faults, patience
 from undertow.ranks.answers import Answer, Call
 from undertow.ranks.connections import SILENCE_S, Connection
 from undertow.ranks.faults import Activity, Fault
-from undertow.ranks.inquiry import DIRECTED, Inquiry
+from undertow.ranks.inquiry import Inquiry
 from undertow.ranks.null_watch import NullWatch
+from undertow.ranks.ring_messages import DIRECTED, MessageKind
 from undertow.ranks.threads import WorkerThread
 
 Message = dict[str, Any]
@@ -106,14 +107,14 @@ class Ring:
             self._num_watches += 1
         return watch
 
-    def say(self, kind: str, **content: Any) -> None:
+    def say(self, kind: MessageKind, **content: Any) -> None:
         """Tells every rank, including this one. A message about one model has its `number`."""
         self._spread({"kind": kind, "from": self.rank, **content})
 
     def say_failed(self, error: BaseException) -> None:
-        self.say("fails", **faults.failed(self.rank, error).content())
+        self.say(MessageKind.FAILS, **faults.failed(self.rank, error).content())
 
-    def say_to(self, neighbor: Connection, kind: str, **content: Any) -> None:
+    def say_to(self, neighbor: Connection, kind: MessageKind, **content: Any) -> None:
         """Sends a message to one neighbor."""
         neighbor.send(json.dumps({"kind": kind, "from": self.rank, **content}).encode())
 
@@ -163,7 +164,7 @@ class Ring:
             lost = faults.lost(source.rank, source.host)
             if source.is_silent:
                 lost = faults.silent(source.rank, SILENCE_S, source.host)
-            self.say("fails", **lost.content())
+            self.say(MessageKind.FAILS, **lost.content())
 
     def _receive(self, message: Message, source: Connection) -> None:
         if message["kind"] in DIRECTED:
@@ -188,12 +189,13 @@ class Ring:
         or was told it by them. If all ranks find a fault, N^2 messages would go round."""
         number = message.get("number")
         failing = self if number is None else self.watches.get(number)
-        return message["kind"] == "fails" and failing is not None and failing.fault is not None
+        is_fault = message["kind"] == MessageKind.FAILS
+        return is_fault and failing is not None and failing.fault is not None
 
     def _handle(self, message: Message) -> None:
         kind, rank, number = message["kind"], message["from"], message.get("number")
         with self.condition:  # `join` makes no model in between
-            if number is None and kind == "fails":
+            if number is None and kind == MessageKind.FAILS:
                 self.fault = self.fault or faults.fault_from(message)
             elif number is None:
                 self.left[rank] = faults.fault_from(message)
@@ -214,7 +216,7 @@ class Ring:
             num_steps = max(
                 (watch.here.num_steps() for watch in list(self.watches.values())), default=0
             )
-            self.say("leaves", **faults.left(self.rank, error, num_steps).content())
+            self.say(MessageKind.LEAVES, **faults.left(self.rank, error, num_steps).content())
 
 
 class Watch(NullWatch):
@@ -247,7 +249,7 @@ class Watch(NullWatch):
 
     def fail(self, reason: Fault | BaseException) -> None:
         if isinstance(reason, Fault):
-            self.say("fails", **reason.content())
+            self.say(MessageKind.FAILS, **reason.content())
             return
         self.raise_reason(reason)
         if self.fault is None:
@@ -260,7 +262,7 @@ class Watch(NullWatch):
         question = f"{zlib.crc32(repr(ranks).encode())}, {self._asks[ranks]}"
         self._asks[ranks] += 1
         texts = self._texts[question]
-        self.say("tells", ask=question, text=text)
+        self.say(MessageKind.TELLS, ask=question, text=text)
         limit_s = patience.answers_s(self.ring.num_ranks)
         self._wait_for_fault_or(lambda: len(texts) == len(ranks), limit_s)
         return texts
@@ -268,27 +270,28 @@ class Watch(NullWatch):
     def leave(self, error: BaseException | None) -> None:
         if self.fault is None:
             self.say(
-                "leaves", **faults.left(self.ring.rank, error, self.here.num_steps()).content()
+                MessageKind.LEAVES,
+                **faults.left(self.ring.rank, error, self.here.num_steps()).content(),
             )
         elif self.interrupt_at_s < math.inf:  # this model is not watched any more
             self.interrupt()
         self.ring.forget(self.number)
 
-    def say(self, kind: str, **content: Any) -> None:
+    def say(self, kind: MessageKind, **content: Any) -> None:
         self.ring.say(kind, number=self.number, **content)
 
     def handle(self, kind: str, rank: int, message: Message) -> None:
         match kind:
-            case "fails" if self.fault is None:
+            case MessageKind.FAILS if self.fault is None:
                 # The guard's thread interrupts waits over the groups a little later.
                 self.fault = faults.fault_from(message)
                 self.interrupt_at_s = time.monotonic() + patience.GRACE_S
             # a model's last message tells its progress
-            case "leaves" if "number" in message or rank not in self.left:
+            case MessageKind.LEAVES if "number" in message or rank not in self.left:
                 self.left[rank] = faults.fault_from(message)
-            case "tells":
+            case MessageKind.TELLS:
                 self._texts[str(message["ask"])][rank] = str(message["text"])
-            case "answers":
+            case MessageKind.ANSWERS:
                 self.inquiry.end(message)
 
     @property
@@ -308,10 +311,11 @@ class Watch(NullWatch):
             self.ring.condition.wait_for(lambda: self.fault or arrived(), timeout=patience_s)
 
     def give_up(self, fault: Fault) -> UndertowError:
-        """Interrupts the waits over these groups, and returns the error to raise.
+        """Interrupts the waits over these groups, and returns the error to raise: RankLost,
+        PeerFailed, StallTimeout, or an error that other ranks have agreed on.
 
-        Also the waits of Undertow's threads, because the script may do anything after this error,
-        and of other ranks, because connections close.
+        It also interrupts the waits of Undertow's threads, because the script may do anything after
+        this error. Waits of other ranks end because connections close.
         """
         self.interrupt()
         where = f"synchronization {self.here.num_steps()}, rank {self.ring.rank}"

@@ -1,6 +1,5 @@
-"""The ops of one step: lowered from a plan, printed, simulated; and the arrivals of gradients."""
+"""The ops of one step: lowered from a plan, printed, simulated."""
 
-from undertow.schedule.arrivals import Arrivals
 from undertow.schedule.lower import lower_accumulation, lower_data_parallel
 from undertow.schedule.op import Buffer, Op, OpKind, Schedule
 from undertow.schedule.releases import Releases
@@ -20,7 +19,6 @@ __all__ = [
     "STRATEGIES",
     "ZERO1",
     "ZERO2",
-    "Arrivals",
     "Buffer",
     "Op",
     "OpKind",

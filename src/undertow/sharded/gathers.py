@@ -14,8 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from operator import attrgetter
 from traceback import walk_stack
@@ -83,8 +82,7 @@ def _awaited_class(kind: type, weak: "weakref.ref[Gathers]") -> type:
         if gathers is not None:
             gathers.before_read(params)
         else:
-            for param in params:
-                _let_read(param)
+            _let_read(params)
 
     def read(
         cls: type[Tensor],
@@ -146,9 +144,10 @@ def _is_parameter_made() -> bool:
     )
 
 
-def _let_read(param: Tensor) -> None:
-    """Gives a parameter its own class back."""
-    param.__class__ = getattr(type(param), "arrived_class", type(param))
+def _let_read(params: Iterable[Tensor]) -> None:
+    """Gives parameters their own class back."""
+    for param in params:
+        param.__class__ = getattr(type(param), "arrived_class", type(param))
 
 
 def _count_write(params: Sequence[Tensor]) -> None:
@@ -212,7 +211,7 @@ class Gathers:
                 flat.write_difference, flat.flat, parcel, number=bucket, then=flat.copy_out
             )
         self._recorder.completes(marks, handle)
-        self._watch(bucket, handle)
+        self._put_in_flight(bucket, handle)
 
     def are_cut_off(self, buckets: Sequence[int]) -> None:
         """Called if gathers of these buckets could not be started after a step."""
@@ -220,7 +219,7 @@ class Gathers:
             if bucket not in self.in_flight:
                 handle = Handle.failed(self._torn(bucket))
                 self._marks[bucket] = self._recorder.gather_launches(bucket, num_bytes=0)
-                self._watch(bucket, handle)
+                self._put_in_flight(bucket, handle)
 
     def wait(self, buckets: Collection[int]) -> None:
         """Waits until the parameters of these buckets have the optimizer's new values."""
@@ -247,9 +246,10 @@ class Gathers:
             # and launched the next gather.
             with self._lock:
                 if self.in_flight.get(bucket) is handle:
+                    params = self.flats[bucket].params
                     # Again, so that a forward that has read too early fails in its backward.
-                    _count_write(self.flats[bucket].params)
-                    self._release(bucket)
+                    _count_write(params)
+                    _let_read(params)
                     # Last, so that after Ctrl-C the next wait does all of this again.
                     self.in_flight.pop(bucket, None)
 
@@ -300,7 +300,7 @@ class Gathers:
             with self._lock:
                 # In any case, so that the read does not come here again.
                 if bucket not in self.in_flight:
-                    _let_read(param)
+                    _let_read((param,))
 
     def _torn(self, bucket: int) -> PhaseError:
         return PhaseError(
@@ -312,7 +312,7 @@ class Gathers:
             "values: module.load_state_dict(state, assign=True).",
         )
 
-    def _watch(self, bucket: int, handle: Handle) -> None:
+    def _put_in_flight(self, bucket: int, handle: Handle) -> None:
         with self._lock:
             self.in_flight[bucket] = handle
             for param in self.flats[bucket].params:
@@ -321,11 +321,7 @@ class Gathers:
                     self._classes[kind] = _awaited_class(kind, weakref.ref(self))
                 param.__class__ = self._classes[kind]
             if bucket not in self.in_flight:  # a signal handler has waited for it in between
-                self._release(bucket)
-
-    def _release(self, bucket: int) -> None:
-        for param in self.flats[bucket].params:
-            param.__class__ = getattr(type(param), "arrived_class", type(param))
+                _let_read(self.flats[bucket].params)
 
 
 class _WaitHook(ModuleHook):
@@ -335,12 +331,12 @@ class _WaitHook(ModuleHook):
     """
 
     def __init__(self, module: nn.Module, gathers: Gathers, buckets: Collection[int]) -> None:
-        super().__init__(module, partial(gathers.wait, buckets))
+        super().__init__(module, gathers.wait)
         self._buckets, self._are_there = buckets, gathers.in_flight.keys().isdisjoint
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:
         if not is_exporting() and not self._are_there(self._buckets) and called is self._module():
-            self._then()
+            self._then(self._buckets)  # `Gathers.wait`
 
 
 def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableHandle]:

@@ -160,7 +160,7 @@ class FlatParams:
         if dtype != wide or self.parcel is not None:
             self.exact = self._own.to(wide, copy=True)
         # the shard as all ranks have it, if differences travel
-        self._held = None if self.parcel is None else self._own.clone()
+        self._common = None if self.parcel is None else self._own.clone()
         self._gaps = [] if self.parcel is None else _gaps_in(self.flat, bucket.slots, shard)
 
     @torch.no_grad()
@@ -192,21 +192,22 @@ class FlatParams:
         """Takes values over into `exact` that were written into this rank's shard from outside,
         such as by a load."""
         assert self.exact is not None  # else the shard itself is exact
-        held = self.exact.to(self._own.dtype) if self._held is None else self._held
+        common = self.exact.to(self._own.dtype) if self._common is None else self._common
         # Mostly nothing was written. One comparison takes a third of the time of the copies below,
         # between backward and the first gather; a device's host would have to wait for it.
-        if device_of(self.flat.device).is_host and torch.equal(self._own, held):
+        if device_of(self.flat.device).is_host and torch.equal(self._own, common):
             return
-        self.exact.copy_(torch.where(self._own != held, self._own.to(self.exact.dtype), self.exact))
-        if self._held is not None:
-            self._held.copy_(self._own)
+        is_written = self._own != common
+        self.exact.copy_(torch.where(is_written, self._own.to(self.exact.dtype), self.exact))
+        if self._common is not None:
+            self._common.copy_(self._own)
 
     def accept(self, part: ShardPart, exact: Tensor) -> None:
         """Takes over loaded values of a part of `exact`, which belong to the parameter's values."""
         assert self.exact is not None  # else there is nothing to load
         part.of_shard(self.exact).copy_(exact)
-        if self._held is not None:
-            part.of_shard(self._held).copy_(part.of_shard(self._own))
+        if self._common is not None:
+            part.of_shard(self._common).copy_(part.of_shard(self._own))
 
     def publish(self) -> None:
         """Rounds `exact` into this rank's shard, if no differences travel."""
@@ -217,18 +218,18 @@ class FlatParams:
         """Writes `exact` minus the shard as all ranks have it. [elements] of the wide dtype"""
         # differences travel
         assert self.exact is not None
-        assert self._held is not None
-        torch.sub(self.exact, self._held, out=into)
+        assert self._common is not None
+        torch.sub(self.exact, self._common, out=into)
 
     def copy_out(self) -> None:
         """Copies gathered values to parameters with separate memory, maybe from another thread.
 
         All of `flat` must be there.
         """
-        if self._held is not None:
+        if self._common is not None:
             for gap in self._gaps:
                 gap.zero_()
-            self._held.copy_(self._own)
+            self._common.copy_(self._own)
         with private.as_plain_tensors():  # the parameters are in flight until this returns
             for slot in self._apart:
                 slot.write()

@@ -17,7 +17,7 @@ from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded
 from undertow.schedule import OpKind
 from undertow.sharded.gradients import ShardedGradients
-from undertow.sharded.groups import ShardGroups
+from undertow.sharded.shard_exchanges import ShardExchanges
 
 
 class ReduceScatter(BucketTransfer):
@@ -33,23 +33,23 @@ class ReduceScatter(BucketTransfer):
         plan: Plan,
         gradients: ShardedGradients,
         reducer: Reducer,
-        groups: ShardGroups,
+        exchanges: ShardExchanges,
     ) -> None:
-        self._parcels = inside, across = groups.parcels_of(spec)
+        self._parcels = inside, across = exchanges.parcels_of(spec)
         self._across = across  # with the offsets of the synchronization under way
         super().__init__(
-            wire_bytes=groups.wire_bytes(spec, inside, across),
+            wire_bytes=exchanges.wire_bytes(spec, inside, across),
             encoded=[parcel for parcel in self._parcels if isinstance(parcel, Encoded)],
         )
-        self._passed_on = groups.passed_on(spec)
+        self._passed_on = exchanges.passed_on(spec)
         self._spec, self._plan, self._gradients = spec, plan, gradients
-        self._reducer, self._groups = reducer, groups
+        self._reducer, self._exchanges = reducer, exchanges
 
     def start(self, trailer: TrailerCodec, turn: Turn) -> None:
         gradients, reducer, spec = self._gradients, self._reducer, self._spec
         memory, copies = gradients.memory, gradients.copies
         # Both now: the reduce-scatter waits for the offsets, and so does what follows it.
-        inside, across = self._groups.dithered(self._parcels, turn, device=memory.flat.device)
+        inside, across = self._exchanges.dithered(self._parcels, turn, device=memory.flat.device)
         self._across = across
         # If only rows exchange in a format, values count as if they did within rows.
         encoded = inside if isinstance(inside, Encoded) else across
@@ -63,7 +63,7 @@ class ReduceScatter(BucketTransfer):
                 reducer.lost.count(memory.flat, spec, self._plan, in_format)
 
         self.handles = (
-            self._groups.shard.reduce_scatter(
+            self._exchanges.inside.reduce_scatter(
                 memory.flat,
                 gradients.room(),
                 inside,
@@ -74,15 +74,15 @@ class ReduceScatter(BucketTransfer):
         )
 
     def start_across(self, turn: Turn) -> None:
-        gradients, replicate = self._gradients, self._groups.replicate
+        gradients, exchanges = self._gradients, self._exchanges.across
         memory, across = gradients.memory, self._across
         # the schedule of a strategy with two axes
-        assert replicate is not None
+        assert exchanges is not None
         assert across is not None
         (inside,) = self.handles
         (reduced,) = gradients.values()
         self.handles = (
-            replicate.all_reduce_behind(inside, reduced, across, trailer=memory.trailer),
+            exchanges.all_reduce_behind(inside, reduced, across, trailer=memory.trailer),
         )
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:

@@ -11,7 +11,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import Layout, LiveBucket, Shared
+from undertow.buckets.bucket import LiveBucket, Shared
+from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.memory import BucketMemory, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import refused
@@ -30,16 +31,16 @@ from undertow.ranks.exchanges import accumulation_dtype
 from undertow.schedule import Strategy
 from undertow.sharded.gathers import Gathers
 from undertow.sharded.gradients import ShardedGradients
-from undertow.sharded.groups import ShardGroups
 from undertow.sharded.params import FlatParams, ShardPart, in_memory_order
 from undertow.sharded.placeholder import GradientPlaceholder
 from undertow.sharded.reduce_scatter import ReduceScatter
+from undertow.sharded.shard_exchanges import ShardExchanges
 from undertow.torch_private import private
 
 _grad_of = attrgetter("grad")
 
 
-class Sharding(Layout):
+class Sharding(BucketLayout):
     """This rank's shards of `plan` over `params`, which move into memory of the buckets.
 
     `flats` is the memory of each bucket, and `parts` has this rank's part of each parameter, which
@@ -51,13 +52,14 @@ class Sharding(Layout):
         plan: Plan,
         params: Sequence[Tensor],
         strategy: Strategy,
-        groups: ShardGroups,
+        shard_exchanges: ShardExchanges,
         recorder: Recorder,
     ) -> None:
         _require_shardable(plan, params)
-        super().__init__(groups.shard.group)  # the ranks with the other shards of this replica
-        self.plan, self.params, self.strategy, self.groups = plan, tuple(params), strategy, groups
-        self.exchanges = groups.axes
+        # the ranks with the other shards of this replica
+        super().__init__(shard_exchanges.inside.group)
+        self.plan, self.params, self.strategy = plan, tuple(params), strategy
+        self.shard_exchanges, self.exchanges = shard_exchanges, shard_exchanges.axes
         let_go_of_memory(params)  # it moves
         self.held = tuple(map(parameter_of, params))
         # Fixed now, when all ranks have the same: the order of elements in a bucket.
@@ -69,7 +71,7 @@ class Sharding(Layout):
                 rank=self.group.rank,
                 num_ranks=plan.num_ranks,
                 num_shards=self.group.num_ranks,
-                param_wire=groups.param_wire,
+                param_wire=shard_exchanges.param_wire,
             )
             for bucket in plan.buckets
         ]
@@ -85,8 +87,8 @@ class Sharding(Layout):
             GradientPlaceholder(param, name=spec.name, group=self.group)
             for spec, param in zip(plan.params, params, strict=True)
         ]
-        shards = [groups.shards_of(bucket) for bucket in plan.buckets]
-        self.gathers = Gathers(self.flats, shards, groups.shard, recorder)
+        shards = [shard_exchanges.shards_of(bucket) for bucket in plan.buckets]
+        self.gathers = Gathers(self.flats, shards, shard_exchanges.inside, recorder)
 
     def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
         buckets = [self._sharded_bucket(spec, shared) for spec in self.plan.buckets]
@@ -100,9 +102,9 @@ class Sharding(Layout):
             params,
             BucketMemory(spec, params),
             tuple(zip(placeholders, self.flats[spec.index].parts, strict=True)),
-            shard_numel=self.groups.shard_numel(spec),
+            shard_numel=self.shard_exchanges.shard_numel(spec),
         )
-        transfer = ReduceScatter(spec, self.plan, gradients, shared.reducer, self.groups)
+        transfer = ReduceScatter(spec, self.plan, gradients, shared.reducer, self.shard_exchanges)
         return LiveBucket(spec, shared, gradients, transfer), gradients
 
     def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
@@ -118,7 +120,7 @@ class Sharding(Layout):
             require(
                 grad.is_cleared,
                 "the parameters have changed while sharded gradients are held.",
-                where=f"parameter {name!r}, rank {self.groups.rank}",
+                where=f"parameter {name!r}, rank {self.shard_exchanges.rank}",
                 remedy="Call zero_grad() before parameters are frozen, unfrozen, added or "
                 "replaced.",
                 error=PhaseError,
@@ -228,14 +230,15 @@ class Sharding(Layout):
                     continue
                 raise PhaseError(
                     "the optimizer steps on gradients that were accumulated and not synchronized.",
-                    where=f"parameter {grad.param_name!r}, rank {self.groups.rank}",
+                    where=f"parameter {grad.param_name!r}, rank {self.shard_exchanges.rank}",
                     remedy="Run the last backward of a step outside of accumulate() and no_sync().",
                 )
             if grad is not None and param.requires_grad and param not in self.parts:
                 raise PhaseError(
                     "the optimizer steps on a gradient that is not synchronized: its parameter "
                     "was frozen in the meantime.",
-                    where=f"a parameter of shape {tuple(param.shape)}, rank {self.groups.rank}",
+                    where=f"a parameter of shape {tuple(param.shape)}, rank "
+                    f"{self.shard_exchanges.rank}",
                     remedy="Freeze and unfreeze parameters between a step and its next forward, "
                     "or call zero_grad() then.",
                 )
@@ -277,13 +280,13 @@ class Sharding(Layout):
         A collective call. `own` is this rank's shard. `into` has elements in memory order, by
         parameter.
         """
-        shards = self.groups.shards_of(bucket)
+        shards = self.shard_exchanges.shards_of(bucket)
         part = shards[self.group.rank]
         flat = own.new_empty(round_up(shards[-1].stop, len(shards)))
         flat[part.start : part.stop].copy_(own)
         if self.group.num_ranks > 1:
             number = len(self.plan.buckets) + bucket.index
-            handle = self.groups.shard.all_gather(flat, shards, number=number)
+            handle = self.shard_exchanges.inside.all_gather(flat, shards, number=number)
             what = f"the shards of bucket {bucket.index}"
             self.group.makes_call(what)
             with self.group.waiting(what):

@@ -24,7 +24,7 @@ from undertow.ranks.agreement import require_agreement
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import ZERO1, OpKind, strategy_named
 from undertow.sharded.gathers import wait_before_forwards
-from undertow.sharded.groups import ShardGroups
+from undertow.sharded.shard_exchanges import ShardExchanges
 from undertow.sharded.sharding import Sharding
 
 # For each parameter, by id: the number of the optimizer that updates it, and if one rank updates
@@ -75,7 +75,7 @@ class ShardedSteps(StepListener):
             raise refused("join", "shards", where="join")
         self._engine, self._config, self._is_compiled = engine, config, is_compiled
         self._module = weakref.ref(module)  # which holds this object, by its hooks
-        self._groups = ShardGroups(engine.current_plan.group, config)
+        self._exchanges = ShardExchanges(engine.current_plan.group, config)
         engine.current_plan.shards = self
         self._steppers: list[_Stepper] = []  # those that were made; some may be gone
         self._numbers: dict[int, int] = {}  # of those in the layout, by id
@@ -88,7 +88,7 @@ class ShardedSteps(StepListener):
     @property
     def group(self) -> OwnGroup:
         """The ranks with the other shards of this replica."""
-        return self._groups.shard.group
+        return self._exchanges.inside.group
 
     def hand_to(self, stepper: Optimizer, settings: dict[str, Any], *, is_whole: bool) -> None:
         """Makes `stepper` the only one that updates its parameters from now on. A collective call;
@@ -150,7 +150,8 @@ class ShardedSteps(StepListener):
         if self._steppers and optimizer not in self.steppers:
             raise PhaseError(
                 f"{type(optimizer).__name__} steps on parameters that a ShardedOptimizer updates.",
-                where=f"rank {self._groups.rank}: each rank has its shards of the gradients only",
+                where=f"rank {self._exchanges.rank}: each rank has its shards of the gradients "
+                "only",
                 remedy="Step the ShardedOptimizer, and leave its parameters out of other "
                 "optimizers.",
             )
@@ -185,7 +186,7 @@ class ShardedSteps(StepListener):
             current_plan.wait_for_parameters()
             sharding = self._make_layout(updates)
         module = self._module()
-        is_alone = self._groups.num_ranks == 1
+        is_alone = self._exchanges.num_ranks == 1
         if not (self._hooks or is_alone or self._is_compiled or module is None):
             self._hooks = wait_before_forwards(module, sharding.gathers)
         sharding.follow_parameters(None if stepper is None else self._numbers[id(stepper)])
@@ -218,7 +219,7 @@ class ShardedSteps(StepListener):
             not left,
             f"no ShardedOptimizer updates {listed(left, most=3)}: their gradients are cut into "
             "shards, and no plain optimizer can step on them.",
-            where=f"the first step of a ShardedOptimizer, rank {self._groups.rank}",
+            where=f"the first step of a ShardedOptimizer, rank {self._exchanges.rank}",
             remedy="Give them to one of the optimizers, or freeze them (requires_grad_(False)).",
         )
 
@@ -233,7 +234,9 @@ class ShardedSteps(StepListener):
         if before is not None and is_same and before.plan.is_alike(plan.groups, plan.wires):
             return before
         not_averaged = self._own_gradients()
-        sharding = Sharding(plan, compiled.params, self._strategy, self._groups, compiled.recorder)
+        sharding = Sharding(
+            plan, compiled.params, self._strategy, self._exchanges, compiled.recorder
+        )
         current_plan.follow_layout(plan, sharding)
         if before is not None:
             before.move_gradients(sharding)
@@ -254,15 +257,15 @@ class ShardedSteps(StepListener):
             yield
         except BaseException:  # also Ctrl-C: the other ranks need the half that is updated too
             with contextlib.suppress(Exception):
-                self._send(sharding, buckets)
+                self._launch_gathers(sharding, buckets)
             raise
         is_unseen = sharding.gathers.is_read_unseen()
-        self._send(sharding, buckets)
+        self._launch_gathers(sharding, buckets)
         if is_unseen or self._is_compiled or not self._config.overlap:
             sharding.gathers.wait_for_all()
 
-    def _send(self, sharding: Sharding, buckets: Sequence[int]) -> None:
-        if self._groups.num_ranks == 1:
+    def _launch_gathers(self, sharding: Sharding, buckets: Sequence[int]) -> None:
+        if self._exchanges.num_ranks == 1:
             for bucket in buckets:
                 flat = sharding.flats[bucket]
                 if flat.exact is not None:
@@ -289,7 +292,7 @@ class ShardedSteps(StepListener):
             raise PhaseError(
                 "the model of this optimizer is closed, by close() or by a newer wrapper of its "
                 "parameters: its shards are no longer gathered.",
-                where=f"ShardedOptimizer, rank {self._groups.rank}",
+                where=f"ShardedOptimizer, rank {self._exchanges.rank}",
                 remedy=remedy,
             )
 
@@ -313,7 +316,7 @@ class ShardedSteps(StepListener):
             self.sharding.drop_gradients()
             self.sharding.gathers.let_go()
         self._remove_hooks()
-        self._groups.close()
+        self._exchanges.close()
         self._engine.current_plan.shards = None
 
     def _remove_hooks(self) -> None:

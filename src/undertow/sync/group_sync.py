@@ -18,12 +18,12 @@ from torch.optim.optimizer import Optimizer
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig
 from undertow.engine.agreed_errors import require_outside_of_backward
+from undertow.engine.before_steps import BeforeSteps
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward
 from undertow.engine.step_events import StepEvents
-from undertow.engine.steps import EngineSteps
 from undertow.engine.stop import StopRequest
 from undertow.errors import PhaseError, require
 from undertow.mesh.axes import everyone, other_groups, replica_of, require_fits_replicas
@@ -78,8 +78,8 @@ class GroupSync:
         self.attached.callback(engine.close)
         self.events = StepEvents()
         self.attached.callback(self.events.close)
-        self.engine_steps = EngineSteps(engine, config)
-        self.events.subscribe(self.engine_steps)
+        self.before_steps = BeforeSteps(engine, config)
+        self.events.subscribe(self.before_steps)
         if config.outer is not None:
             self.all_ranks.here.module = own.here.module
             self.outer = OuterSync(module, self.all_ranks, engine, config)
@@ -182,7 +182,7 @@ class GroupSync:
 
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """Returns the mean gradient of a parameter, whole on this rank, or None if it has none."""
-        self.engine_steps.finish_before_look([param], reader="full_gradient")
+        self.before_steps.finish_before_look([param], reader="full_gradient")
         sharding = None if self.sharded_steps is None else self.sharded_steps.sharding
         return param.grad if sharding is None else sharding.full_gradient(param)
 

@@ -121,14 +121,14 @@ def _swept_costs(reducer: Reducer) -> tuple[tuple[float, float], ...]:
         part = tensor[: num_bytes // 4]
         for at in range(-1, _NUM_TIMES):  # the first one allocates memory for the others
             # all begin at the same time
-            group.all_reduce_async(times[0, 0].to(group.device)).wait()
+            group.all_reduce_unnamed(times[0, 0].to(group.device)).wait()
             began_s = time.perf_counter()
             reducer.reduce(part).wait()
             group.hardware.synchronize()  # measures the end, not the launch
             if at >= 0:
                 row[at] = (time.perf_counter() - began_s) * 1e6
     latest = times.to(group.device)
-    group.all_reduce_async(latest, dist.ReduceOp.MAX).wait()
+    group.all_reduce_unnamed(latest, dist.ReduceOp.MAX).wait()
     return tuple(
         (float(num_bytes), median(row))
         for num_bytes, row in zip(_SIZES, latest.tolist(), strict=True)

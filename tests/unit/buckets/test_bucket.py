@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from support.strategies import spec
 from undertow.buckets.gradients import WholeGradients
 from undertow.buckets.memory import BucketMemory, Copy
-from undertow.buckets.recorder import BucketMarks, RecordedTransfer, Recorder
+from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.buckets.sparse import SparseGradients
 from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import BucketTransfer
+from undertow.buckets.transfer import BucketTransfer, RecordedTransfer
 from undertow.device import device_of
 from undertow.plan import plan_from_groups
 from undertow.ranks.dither import Turn

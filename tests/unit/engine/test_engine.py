@@ -29,7 +29,8 @@ from undertow import (
     ShardedOptimizer,
     UndertowError,
 )
-from undertow.buckets.bucket import Layout, Shared
+from undertow.buckets.bucket import Shared
+from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading
 from undertow.errors import Desync, ReplicaMismatch
@@ -770,10 +771,10 @@ class Refuses(NamedTuple):
 
 @pytest.mark.parametrize("refuses", some([(Refuses(2, 0),), (Refuses(2, 1),)], most=1))
 def test_a_candidate_that_a_rank_has_no_memory_for_is_left_out_on_all(refuses: Refuses) -> None:
-    make = Layout.live_buckets
+    make = BucketLayout.live_buckets
     told: list[str] = []
 
-    def live_buckets(layout: Layout, shared: Shared) -> Any:
+    def live_buckets(layout: BucketLayout, shared: Shared) -> Any:
         if len(shared.plan.buckets) == refuses.num_buckets and shared.reducer.group.rank == refuses.rank:
             raise MemoryError("none is left")
         return make(layout, shared)
@@ -788,7 +789,10 @@ def test_a_candidate_that_a_rank_has_no_memory_for_is_left_out_on_all(refuses: R
         told.append(str(training.sync.explain()))
         assert len({*training.rank.gather(training.sync.plan.to_json())}) == 1
 
-    with mock.patch.object(Layout, "live_buckets", live_buckets), mock.patch.object(trials, "is_too_large", return_value=False):
+    with (
+        mock.patch.object(BucketLayout, "live_buckets", live_buckets),
+        mock.patch.object(trials, "is_too_large", return_value=False),
+    ):
         assert errors_of(2, train, bucket_cap_mb=None) == ["", ""]
     assert told[0] == told[1]
     assert f"rank {refuses.rank} could not make its buckets" in told[0]

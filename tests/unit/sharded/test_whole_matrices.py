@@ -16,7 +16,7 @@ from undertow.plan import Bucket, ParamSpec, plan_from_groups
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.parcels import Encoded
 from undertow.ranks.posted_messages import PostedMessages
-from undertow.sharded.groups import ShardGroups
+from undertow.sharded.shard_exchanges import ShardExchanges
 from undertow.wire import WIRES
 
 SHAPE = (48, 64)
@@ -32,19 +32,19 @@ class Measured(Advanced):
         return super().receive(parts, tag, over)
 
 
-class Groups(ShardGroups):
-    """Of one rank, without a mesh."""
+class OfOneRank(ShardExchanges):
+    """The exchanges of one rank, without a mesh."""
 
     def __init__(self, network: Network, rank: int, num_ranks: int, wire: str | None) -> None:
-        self.rank, self.num_ranks, self._wires, self.replicate = rank, num_ranks, (wire, wire), None
+        self.rank, self.num_ranks, self._wires, self.across = rank, num_ranks, (wire, wire), None
         self.group: Any = Measured(network, rank, num_ranks)
         self.group.hardware.is_host = True
-        self.shard = Exchanges(PostedMessages(self.group), divisor=num_ranks)
+        self.inside = Exchanges(PostedMessages(self.group), divisor=num_ranks)
 
     @property
     def num_held(self) -> int:
         """Bytes of all memory for messages, which is kept."""
-        held = self.shard.carrier.free.values()  # type: ignore[union-attr]
+        held = self.inside.carrier.free.values()  # type: ignore[union-attr]
         return sum(tensor.nbytes for tensors in held for tensor in tensors)
 
 
@@ -53,35 +53,35 @@ def matrices(number: int, shape: tuple[int, ...] = SHAPE, dtype: str = "float32"
     return [ParamSpec(name=f"m{index}", shape=shape, dtype=dtype, itemsize=itemsize, is_whole=True) for index in range(number)]
 
 
-def reduced(ranks: Sequence[Groups], network: Network, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+def reduced(ranks: Sequence[OfOneRank], network: Network, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the shards of all ranks, and what each has given."""
     num_ranks, dtype = len(ranks), getattr(torch, bucket.dtype)
     given, shards, trailers = [], [], []
-    for groups in ranks:
-        storage = noise(bucket.storage_numel, rank=groups.rank).to(dtype)
+    for exchanges in ranks:
+        storage = noise(bucket.storage_numel, rank=exchanges.rank).to(dtype)
         storage[bucket.numel :] = 0
         trailer = storage[bucket.trailer.start : bucket.trailer.stop].fill_(1)
         given.append(storage[: bucket.numel].clone())
-        shards.append(torch.empty(groups.shard_numel(bucket)))
+        shards.append(torch.empty(exchanges.shard_numel(bucket)))
         trailers.append(trailer)
-        inside, _ = groups.parcels_of(bucket)
-        groups.shard.reduce_scatter(storage, shards[-1], inside, trailer=trailer, parts=groups.passed_on(bucket))
-    advance(network, [groups.group for groups in ranks])
+        inside, _ = exchanges.parcels_of(bucket)
+        exchanges.inside.reduce_scatter(storage, shards[-1], inside, trailer=trailer, parts=exchanges.passed_on(bucket))
+    advance(network, [exchanges.group for exchanges in ranks])
     assert all(torch.equal(trailer, torch.full_like(trailer, num_ranks)) for trailer in trailers)
     return shards, given
 
 
-def gathered(ranks: Sequence[Groups], network: Network, bucket: Bucket, values: Tensor) -> list[Tensor]:
+def gathered(ranks: Sequence[OfOneRank], network: Network, bucket: Bucket, values: Tensor) -> list[Tensor]:
     """Each rank has its part of `values`; returns what each has of all."""
     flats = []
-    for groups in ranks:
-        parts = groups.shards_of(bucket)
-        own = parts[groups.rank]
+    for exchanges in ranks:
+        parts = exchanges.shards_of(bucket)
+        own = parts[exchanges.rank]
         flat = torch.zeros(len(ranks) * bucket.shard_numel)
         flat[own.start : own.stop] = values[own.start : own.stop]
-        groups.shard.all_gather(flat, parts, number=bucket.index)
+        exchanges.inside.all_gather(flat, parts, number=bucket.index)
         flats.append(flat[: parts[-1].stop])
-    advance(network, [groups.group for groups in ranks])
+    advance(network, [exchanges.group for exchanges in ranks])
     return flats
 
 
@@ -96,7 +96,7 @@ def test_no_rank_has_much_more_than_the_mean(num_ranks: int, num_matrices: int, 
     size = num_matrices // num_groups
     groups = [tuple(range(first, first + size)) for first in range(0, num_matrices, size)]
     plan = plan_from_groups(matrices(num_matrices, dtype=dtype), groups, num_ranks=num_ranks)
-    ranks = [Groups(network, rank, num_ranks, None) for rank in range(num_ranks)]
+    ranks = [OfOneRank(network, rank, num_ranks, None) for rank in range(num_ranks)]
     for bucket in plan.buckets:
         shards, given = reduced(ranks, network, bucket)
         mean = chain([values.float() for values in given]) / num_ranks
@@ -106,8 +106,8 @@ def test_no_rank_has_much_more_than_the_mean(num_ranks: int, num_matrices: int, 
             assert torch.equal(flat, mean)
     of_ranks = {
         "sent": [network.num_bytes[rank] for rank in range(num_ranks)],
-        "received": [groups.group.num_received for groups in ranks],
-        "held": [groups.num_held for groups in ranks],
+        "received": [exchanges.group.num_received for exchanges in ranks],
+        "held": [exchanges.num_held for exchanges in ranks],
     }
     for what, found in of_ranks.items():
         assert max(found) <= 2.2 * sum(found) / num_ranks, what
@@ -118,7 +118,7 @@ def test_formats_cross_in_equal_pieces_too(num_ranks: int, num_matrices: int) ->
     network, wire = Network(), WIRES["int8"]
     params = matrices(num_matrices, (64, 96))
     (bucket,) = plan_from_groups(params, [range(num_matrices)], num_ranks=num_ranks, wires="int8", block=wire.block).buckets
-    ranks = [Groups(network, rank, num_ranks, "int8") for rank in range(num_ranks)]
+    ranks = [OfOneRank(network, rank, num_ranks, "int8") for rank in range(num_ranks)]
     shards, given = reduced(ranks, network, bucket)
     parts = ranks[0].shards_of(bucket)
     decoded = []
@@ -132,13 +132,13 @@ def test_formats_cross_in_equal_pieces_too(num_ranks: int, num_matrices: int) ->
         assert torch.equal(shard, mean[part.start : part.stop])
     reduction = Counter(network.num_bytes)
     parcel, flats = Encoded(wire, torch.float32, bucket.narrow_numel, parts), []
-    for groups in ranks:
-        own = mean[parts[groups.rank].start : parts[groups.rank].stop]
+    for exchanges in ranks:
+        own = mean[parts[exchanges.rank].start : parts[exchanges.rank].stop]
         flats.append(torch.zeros(num_ranks * bucket.shard_numel))
-        groups.shard.all_gather_differences(
+        exchanges.inside.all_gather_differences(
             lambda into, own=own: into.copy_(own), flats[-1], parcel, number=0, then=lambda: None
         )  # fmt: skip
-    advance(network, [groups.group for groups in ranks])
+    advance(network, [exchanges.group for exchanges in ranks])
     assert all(torch.equal(flats[0], flat) for flat in flats)
     # Half a unit of a code of each block.
     assert torch.allclose(flats[0][: bucket.numel], mean, rtol=0.0, atol=float(mean.abs().max()) / 127)
@@ -166,15 +166,15 @@ def test_one_large_matrix_of_a_thousand_ranks(num_ranks: int) -> None:
     (bucket,) = plan_from_groups(matrices(1, (1024, 2048)), [(0,)], num_ranks=num_ranks).buckets
     assert bucket.owners is not None
     for rank in {bucket.owners[0], 1, num_ranks - 1}:
-        groups = Groups(network, rank, num_ranks, None)
-        groups.group = Counted(network, rank, num_ranks)
-        groups.group.hardware.is_host = True
-        groups.shard = Exchanges(PostedMessages(groups.group), divisor=num_ranks)
-        inside, _ = groups.parcels_of(bucket)
-        storage, shard = torch.zeros(bucket.storage_numel), torch.empty(groups.shard_numel(bucket))
-        groups.shard.reduce_scatter(storage, shard, inside, trailer=storage[:0], parts=groups.passed_on(bucket))
-        groups.shard.all_gather(storage, groups.shards_of(bucket), number=0)
-        advance(network, [groups.group])
+        exchanges = OfOneRank(network, rank, num_ranks, None)
+        exchanges.group = Counted(network, rank, num_ranks)
+        exchanges.group.hardware.is_host = True
+        exchanges.inside = Exchanges(PostedMessages(exchanges.group), divisor=num_ranks)
+        inside, _ = exchanges.parcels_of(bucket)
+        storage, shard = torch.zeros(bucket.storage_numel), torch.empty(exchanges.shard_numel(bucket))
+        exchanges.inside.reduce_scatter(storage, shard, inside, trailer=storage[:0], parts=exchanges.passed_on(bucket))
+        exchanges.inside.all_gather(storage, exchanges.shards_of(bucket), number=0)
+        advance(network, [exchanges.group])
         assert network.num_bytes[rank] <= 3.1 * bucket.num_bytes
-        assert groups.group.num_received <= 4.1 * bucket.num_bytes
-        assert groups.num_held <= 2.1 * bucket.num_bytes
+        assert exchanges.group.num_received <= 4.1 * bucket.num_bytes
+        assert exchanges.num_held <= 2.1 * bucket.num_bytes

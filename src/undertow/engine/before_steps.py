@@ -26,8 +26,8 @@ from undertow.schedule import DDP
 from undertow.torch_private import private
 
 
-class EngineSteps(StepListener):
-    """Steps on the gradients of one engine: before one, gradients are averaged and checked."""
+class BeforeSteps(StepListener):
+    """Averages and checks the gradients of one engine before an optimizer steps on them."""
 
     def __init__(self, engine: Engine, config: SyncConfig) -> None:
         self._engine, self._current_plan = engine, engine.current_plan

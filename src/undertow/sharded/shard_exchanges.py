@@ -1,9 +1,9 @@
-"""The groups of ranks that shards are exchanged over.
+"""The exchanges of shards: inside a row of ranks, and on a mesh across rows.
 
-               shard ──>
-replicate   rank 0  rank 1      gradients: reduce-scatter over `shard`, all-reduce over `replicate`
-    │       rank 2  rank 3      parameters: all-gather over `shard`
-    v
+          inside ──>
+across   rank 0  rank 1      gradients: reduce-scatter `inside`, all-reduce `across`
+  │      rank 2  rank 3      parameters: all-gather `inside`
+  v
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,9 @@ from undertow.ranks.transport import OwnGroup
 from undertow.wire import Wire, wire_for
 
 
-class ShardGroups:
-    """Exchanges over `shard` and, on a mesh, `replicate`. Construction is a collective call.
+class ShardExchanges:
+    """Exchanges `inside` a row of ranks and, on a mesh, `across` rows. Construction is a collective
+    call.
 
     `all_ranks` is the group of all these ranks. Each axis of a mesh has a group of its own, and so
     have collectives that a stream runs one after another. Messages that have tags share
@@ -49,18 +50,18 @@ class ShardGroups:
         # On a mesh, inner sums are not divided: the mean is rounded once, after all summands are
         # added.
         divisor = self.num_ranks if len(axes) == 1 else 1
-        self.shard = exchanges_over(axes[0], config, divisor=divisor, is_second=True)
-        self.replicate: Exchanges | None = None
+        self.inside = exchanges_over(axes[0], config, divisor=divisor, is_second=True)
+        self.across: Exchanges | None = None
         if len(axes) > 1:
-            self.replicate = exchanges_over(axes[1], config, divisor=self.num_ranks)
+            self.across = exchanges_over(axes[1], config, divisor=self.num_ranks)
 
     def parcels_of(self, spec: Bucket) -> tuple[Parcel, Parcel | None]:
-        """Returns how a bucket's gradients travel over `shard`, and its shard over `replicate`.
+        """Returns how a bucket's gradients travel inside a row, and its shard across rows.
 
         If one rank owns much more of the bucket than others, ranks add up equal parts:
         `passed_on` says so.
         """
-        num_shards, rank = self.shard.group.num_ranks, self.shard.group.rank
+        num_shards, rank = self.inside.group.num_ranks, self.inside.group.rank
         owned = parts = spec.parts(num_shards, num_ranks=self.num_ranks)
         all_parts = self.shards_of(spec)
         if self.passed_on(spec) is not None:
@@ -70,7 +71,7 @@ class ShardGroups:
         # `wire="auto"` does not name a format: the plan has it.
         if inside is None and across is None:
             inside = across = spec.wire
-        dtype, is_host = getattr(torch, spec.dtype), self.shard.group.hardware.is_host
+        dtype, is_host = getattr(torch, spec.dtype), self.inside.group.hardware.is_host
         parcel = _parcel(
             wire_for(inside, spec.dtype, spec.itemsize),
             dtype,
@@ -79,9 +80,9 @@ class ShardGroups:
             is_host=is_host,
             all_parts=all_parts,
         )
-        if self.replicate is None:
+        if self.across is None:
             return parcel, None
-        own, num_rows = owned[rank], self.replicate.group.num_ranks
+        own, num_rows = owned[rank], self.across.group.num_ranks
         wire = wire_for(across, spec.dtype, spec.itemsize)
         part_numel, padded_numel = spec.shard_numel, num_rows * spec.shard_numel
         if spec.owners is not None:
@@ -106,9 +107,9 @@ class ShardGroups:
         """
         inside, across = parcels
         if isinstance(inside, Encoded):
-            inside = inside.dithered(turn, Rounding.OWN, rank=self.shard.group.rank, device=device)
-        if self.replicate is not None and isinstance(across, Encoded):
-            rank = self.replicate.group.rank
+            inside = inside.dithered(turn, Rounding.OWN, rank=self.inside.group.rank, device=device)
+        if self.across is not None and isinstance(across, Encoded):
+            rank = self.across.group.rank
             across = across.dithered(turn, Rounding.ACROSS, rank=rank, device=device)
         return inside, across
 
@@ -119,13 +120,13 @@ class ShardGroups:
         return owned if are_uneven(owned) else None
 
     def shards_of(self, spec: Bucket) -> list[range]:
-        """Returns the elements of a bucket that each rank of `shard` has, as they are gathered."""
-        num_shards = self.shard.group.num_ranks
+        """Returns the elements of a bucket that each rank of a row has, as they are gathered."""
+        num_shards = self.inside.group.num_ranks
         return spec.parts(num_shards, num_ranks=self.num_ranks, is_padded=True)
 
     def shard_numel(self, spec: Bucket) -> int:
         """Returns the number of a bucket's elements that this rank owns, padding included."""
-        return len(self.shards_of(spec)[self.shard.group.rank])
+        return len(self.shards_of(spec)[self.inside.group.rank])
 
     def wire_bytes(self, spec: Bucket, inside: Parcel, across: Parcel | None) -> int:
         """Returns the bytes of a bucket that are passed to collectives, over both axes."""
@@ -136,7 +137,7 @@ class ShardGroups:
 
     @property
     def axes(self) -> tuple[Exchanges, ...]:
-        return (self.shard,) if self.replicate is None else (self.shard, self.replicate)
+        return (self.inside,) if self.across is None else (self.inside, self.across)
 
     def close(self) -> None:
         for axis in self.axes:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from undertow.torch_private import private
+
 _NO_BACKWARD = -2
 
 
@@ -50,6 +52,9 @@ class BucketArrivals:
         self.stream_of: Any = stream_of
         self.streams: set[Any] = set()  # of a device: those that gradients arrived on
 
+    # If a backward is compiled with the code around it, so are the Python functions that it calls
+    # first.
+    @private.left_alone
     def arrive(self, param: object) -> None:
         """The hook of every parameter of the bucket."""
         # Called once per parameter and step, inside backward: everything else may be slower than
@@ -59,6 +64,7 @@ class BucketArrivals:
         if len(seen) >= self.counts_from:
             self.arrivals.count(param, self)
 
+    @private.left_alone
     def arrive_on_stream(self, param: object) -> None:
         """The hook on a device: autograd makes each gradient on the stream of its parameter's
         forward, and no other one has waited for that."""
@@ -114,7 +120,7 @@ class Arrivals:
         on_backward: Callable[[int], object],
         stream_of: Callable[[Any], object] | None = None,
     ) -> None:
-        self.on_full = on_full  # the method of a round while one runs
+        self._on_full = on_full  # the engine's
         # whose methods are called, for others that find these hooks on a parameter
         self.owner: object = None
         # called with each parameter, by index, that arrives
@@ -163,6 +169,11 @@ class Arrivals:
         for bucket in self.buckets:
             bucket.counts_from = 0
 
+    def close(self) -> None:
+        """Reports no more full buckets; an arrival may be in the middle of `count`."""
+        self._on_full = _nothing
+        self.owner = None
+
     def count(self, param: object, bucket: BucketArrivals) -> None:
         """Called after an arrival that may be the first of a backward or the last of `bucket`,
         which lists it."""
@@ -188,7 +199,7 @@ class Arrivals:
                 and len(bucket.seen) >= bucket.num_awaited == bucket.num_counted()
             ):
                 bucket.is_full = True
-                self.on_full(bucket.index)
+                self._on_full(bucket.index)
 
     def note(self, indices: Iterable[int]) -> None:
         """Records that the gradients of these parameters arrived, without calling anything."""
@@ -228,3 +239,7 @@ class Arrivals:
         """
         counts = [count for bucket in self.buckets for count in bucket.counts().items()]
         self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
+
+
+def _nothing(_bucket: int) -> None:
+    """Called with a full bucket after `close`."""

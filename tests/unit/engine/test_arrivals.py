@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.strategies import lowerings, plans
+from undertow.engine.arrivals import Arrivals
 from undertow.plan import Plan
-from undertow.schedule import (
-    Arrivals,
-    Op,
-    OpKind,
-    Releases,
-    Schedule,
-    lower_data_parallel,
-)
+from undertow.schedule import Op, OpKind, Releases, Schedule, lower_data_parallel
 from undertow.schedule.op import EXTERNAL
 
 BY_BUCKET = lower_data_parallel(3)
@@ -305,6 +299,15 @@ def test_a_round_may_be_reset_when_its_first_gradient_is_told() -> None:
     arrivals.note([1])
     arrives(arrivals, 0)
     assert (arrivals.arrived, arrivals.missing(0)) == ({0}, {1})
+
+
+def test_an_arrival_that_is_counted_when_its_hooks_are_closed_fills_no_bucket() -> None:
+    # Its backward may begin a round, and the round may change the plan, which closes them.
+    full: list[int] = []
+    arrivals = arrivals_of([(0,)], 1, on_full=full.append, on_backward=lambda _: arrivals.close())
+    arrivals.owner = object()
+    arrives(arrivals, 0)
+    assert (full, arrivals.owner) == ([], None)
 
 
 def test_what_a_hook_of_the_users_returns_is_no_parameter() -> None:
