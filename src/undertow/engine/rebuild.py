@@ -18,13 +18,16 @@ from undertow.engine.params import first_change
 from undertow.engine.round import Round, RoundKind, Terms
 
 
-def tell_of_change(plans: CurrentPlan, terms: Terms) -> Round:
+def tell_of_change(plans: CurrentPlan, terms: Terms, *, has_shards: bool) -> Round:
     """Sends the buckets of the plan in force, without gradients and with the flag "changed".
 
-    A rank that has not changed is in a usual round, so both find out. Does not wait. Raises
+    `has_shards` is True if micro-batches of the step may have left shards of their gradients. A
+    rank that has not changed is in a usual round, so both find out. Does not wait. Raises
     ConfigError if another engine has new parameters, and PhaseError if ranks hold shards of
     gradients.
     """
+    if has_shards:  # also of parameters that leave: the step would come without their gradients
+        plans.compiled.layout.make_gradients_whole(plans.hooks.named_params)
     plans.prepare_to_leave()
     told = Round(kind=RoundKind.RETIRE)
     with gradients_aside(plans.compiled.params):

@@ -125,9 +125,11 @@ class Rounds:
 
     def _tell_of_change(self, ending: Round) -> Stage:
         """Sends the buckets of the plan in force."""
-        mode = None if ending.kind is RoundKind.SHADOW else self._progress.steps.mode
-        terms = Terms(number=self._progress.num_rounds, mode=mode)
-        told = tell_of_change(self._current_plan, terms)
+        plans, progress = self._current_plan, self._progress
+        mode = None if ending.kind is RoundKind.SHADOW else progress.steps.mode
+        terms = Terms(number=progress.num_rounds, mode=mode)
+        is_reduced = plans.compiled.strategy.reduces_micro_batches and progress.has_accumulated
+        told = tell_of_change(plans, terms, has_shards=is_reduced)
         return partial(self._rebuild, ending, told)
 
     def _rebuild(self, ending: Round, told: Round) -> Stage:
