@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 from unittest import mock
 
@@ -12,12 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from support.alike import of_all_ranks
+from support.errors import text_of
 from support.inside import messages_of_a_load_have
 from support.levels import some
 from support.ranks import in_ranks
-from undertow import DistributedDataParallel, Outer, ShardedOptimizer, SyncConfig, load_checkpoint, save_checkpoint
+from support.tensor_parallel import mesh_of_four
+from undertow import (
+    CheckpointError,
+    DistributedDataParallel,
+    Outer,
+    ShardedOptimizer,
+    SyncConfig,
+    load_checkpoint,
+    save_checkpoint,
+)
 from undertow.checkpoint import files
 from undertow.checkpoint.loading import Loading
 
@@ -45,7 +58,7 @@ def bytes_in_memory(folder: Path) -> Counter[str]:
 
 
 class Reads:
-    """What this rank has opened and read until it puts values in place."""
+    """What this rank has opened, and read until all values are in place."""
 
     def __init__(self) -> None:
         self.opened: list[str] = []
@@ -62,8 +75,8 @@ def reads(folder: Path) -> Iterator[Reads]:
         return open_tensors(path)
 
     def puts(self: Loading) -> None:
-        found.bytes = bytes_in_memory(folder)
         put(self)
+        found.bytes = bytes_in_memory(folder)
 
     with mock.patch.object(files, "open_tensors", opens), mock.patch.object(Loading, "put", puts):
         yield found
@@ -156,3 +169,66 @@ def test_ranks_that_load_different_things_read_for_themselves(path: Path) -> Non
     found = [*model.state_dict().values()] if dist.get_rank() else values(model, optimizer)
     assert all(map(torch.equal, found, wanted))
     model.close()
+
+
+@in_ranks(2)
+def test_ranks_that_find_different_saves_load_nothing(path: Path) -> None:
+    """Such as an older one on a disk of one node: parts of it fit beside parts of the newer one."""
+    model, optimizer = trained(1, width=8)
+    save_checkpoint(path, model, optimizer)
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    before = [value.clone() for value in values(model, optimizer)]
+    read_index = files.read_index
+
+    def of_another(folder: Path) -> dict[str, Any]:
+        return {**read_index(folder), "save": "0a", "saved_ns": 1}
+
+    with mock.patch.object(files, "read_index", of_another if dist.get_rank() else read_index):
+        text = text_of(CheckpointError, lambda: load_checkpoint(path, model, optimizer))
+    assert text == (
+        "ranks have found different saves under the same path.\n"
+        f"  {path}\n"
+        "  rank 1: save '0a'\n"
+        f"  rank 0: save {brief(read_index(path)['save'])}, the newest\n"
+        "  Every rank must see the same files. Save to a disk that all nodes share, or copy the newest save to every node."
+    )
+    assert all(map(torch.equal, values(model, optimizer), before))
+    load_checkpoint(path, model, optimizer)
+    assert not all(map(torch.equal, values(model, optimizer), before))
+    model.close()
+
+
+def made_on(mesh: DeviceMesh, seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 3))
+    parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model = DistributedDataParallel(layers, device_mesh=mesh["dp"])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def values_of_place(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    states = (optimizer.state[param][key] for param in model.parameters() for key in ("exp_avg", "exp_avg_sq"))
+    return [value.to_local().detach().clone() for value in (*model.parameters(), *states)]
+
+
+@pytest.mark.deep
+@in_ranks(4, pool="mesh", timeout_s=240.0)
+def test_on_a_mesh_the_files_of_a_place_are_read_once_by_its_ranks(path: Path) -> None:
+    with mesh_of_four() as mesh:
+        model, optimizer = made_on(mesh, 1)
+        model(torch.ones(2, 2048)).square().mean().backward()
+        optimizer.step()
+        save_checkpoint(path, model, optimizer)
+        wanted = values_of_place(model, optimizer)
+        model.close()
+        model, optimizer = made_on(mesh, 2)
+        folder = path / f"place-{mesh['tp'].get_local_rank()}"
+        with reads(folder) as found:
+            load_checkpoint(path, model, optimizer)
+        assert all(map(torch.equal, values_of_place(model, optimizer), wanted))
+        sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
+        assert sum(sizes.values()) > 24 * MB
+        assert 0 < sum(found.bytes.values()) < sum(sizes.values()) / 2 + _AROUND
+        assert len(found.opened) == len({*found.opened}) == len(sizes)
+        model.close()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from support.errors import text_of
-from support.inside import bytes_given_to_gloo
+from support.inside import as_on_a_device, bytes_given_to_gloo
 from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import kept_mesh
@@ -34,11 +34,12 @@ class Net(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.first, self.second, self.last = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 3)
-        self.is_deep = True
+        self.is_deep, self.is_turned = True, False
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        return self.last(self.second(x).relu() if self.is_deep else x)
+        first, second = (self.second, self.first) if self.is_turned else (self.first, self.second)
+        x = first(x).relu()
+        return self.last(second(x).relu() if self.is_deep else x)
 
 
 def sharded(mesh: DeviceMesh, *, seed: int = 0, cut_over: DeviceMesh | None = None) -> Net:
@@ -256,6 +257,36 @@ def test_replicas_that_use_other_modules_are_an_error_on_all_of_them() -> None:
         assert text.startswith("replicas reduce gradients of different modules")
         assert "'second'" in text, text
         assert "'the root'" in text, text
+        axis.close()
+
+
+@pytest.mark.deep
+@ON_A_MESH
+def test_on_a_device_replicas_that_use_modules_in_another_order_are_told_when_the_host_knows() -> None:
+    with meshes() as mesh:
+        net, is_known = sharded(mesh[NAMES]), False
+        axis = outer_axis(net)
+        with as_on_a_device(axis, lambda: is_known):
+            net.is_turned = mesh.get_local_rank("dp_replicate") == 1
+            net(batch(0)).sum().backward()  # modules of one size are mixed up
+            net.is_turned, is_known = False, True
+            text = text_of(Desync, lambda: net(batch(1)).sum().backward())
+        assert text.startswith("replicas reduce gradients of different modules")
+        assert "'first'" in text, text
+        assert "'second'" in text, text
+        axis.close()
+
+
+@pytest.mark.deep
+@ON_A_MESH
+def test_on_a_device_replicas_that_use_the_same_modules_are_sound() -> None:
+    with meshes() as mesh:
+        ours, reference = sharded(mesh[NAMES]), sharded(mesh[NAMES])
+        axis = outer_axis(ours)
+        with as_on_a_device(axis, lambda: True):
+            for net in (ours, reference):
+                train(net, range(3))
+        require_same_parts(ours, reference)
         axis.close()
 
 

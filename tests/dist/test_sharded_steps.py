@@ -27,6 +27,8 @@ from support.sharded import (
     ORDERED,
     TIED,
     Parameters,
+    average_gradients,
+    bare_training,
     destroy,
     mesh_of,
     one_step,
@@ -326,6 +328,65 @@ def test_a_change_with_shards_held_is_refused() -> None:
             PhaseError, lambda: BRANCHES.loss(ddp, 2).backward()
         )
         opt.zero_grad()
+
+
+class Halves(nn.Module):
+    """Two layers, of which a forward uses those that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, rows: Tensor, *names: str) -> Tensor:
+        return sum(getattr(self, name)(rows).square().sum() for name in names)
+
+
+def stepped_on_means_of(*micro_batches: tuple[str, ...]) -> Parameters:
+    """The layers of each micro-batch, whose gradients are averaged one by one."""
+    with bare_training(Halves(), optimizer="SGD") as (bare, opt):
+        means: dict[nn.Parameter, Tensor] = {}
+        for number, names in enumerate(micro_batches):
+            bare(noise(4, 6, step=number), *names).backward()
+            average_gradients(bare)
+            for param in bare.parameters():
+                if param.grad is not None:
+                    means[param] = means[param] + param.grad if param in means else param.grad
+            opt.zero_grad()
+        for param, mean in means.items():
+            param.grad = mean
+        opt.step()
+        return parameters(bare)
+
+
+@in_ranks(2)
+def test_no_gradient_of_a_micro_batch_drops_out_if_everything_is_frozen_after_it() -> None:
+    with training(Halves(), "zero2", "SGD", **ORDERED) as (ddp, opt):
+        with ddp.no_sync():
+            ddp(noise(4, 6, step=0), "first", "second").backward()
+        ddp.module.requires_grad_(False)
+        ddp(noise(4, 6, step=5), "first")
+        assert text_of(PhaseError, ddp.finish).startswith(
+            f"the parameters have changed while sharded gradients are held.\n  parameter 'first.weight', rank {dist.get_rank()}\n"
+        )
+        ddp.module.requires_grad_(True)
+        ddp(noise(4, 6, step=1), "second").backward()
+        opt.step()
+        require_equal(parameters(ddp), stepped_on_means_of(("first", "second"), ("second",)))
+
+
+@in_ranks(2)
+def test_no_gradient_of_a_micro_batch_drops_out_if_all_that_have_one_are_frozen_after_it() -> None:
+    with training(Halves(), "zero2", "SGD", **ORDERED) as (ddp, opt):
+        with ddp.no_sync():
+            ddp(noise(4, 6, step=0), "first").backward()
+        ddp.module.first.requires_grad_(False)
+        text = text_of(PhaseError, lambda: ddp(noise(4, 6, step=1), "second").backward())
+        assert text.startswith("the parameters have changed while sharded gradients are held.\n  parameter 'first.weight'")
+        opt.zero_grad()
+        ddp(noise(4, 6, step=0), "second").backward()  # the parameters change now
+        opt.step()
+        require_equal(parameters(ddp), stepped_on_means_of(("second",)))
 
 
 @in_ranks(2)

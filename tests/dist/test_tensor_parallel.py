@@ -47,6 +47,8 @@ from undertow import (
     DistributedDataParallel,
     NonFiniteGradient,
     Outer,
+    PeerFailed,
+    PhaseError,
     PlanMismatch,
     ReplicaMismatch,
     ShardedOptimizer,
@@ -59,7 +61,7 @@ from undertow import (
     stop_on_signal,
 )
 
-STEPS = 8
+STEPS = 20
 # Ranks whose mesh stays: the first steps on one take seconds. Others would find its groups, which have names that count up.
 ON_A_MESH = in_ranks(4, pool="mesh", timeout_s=240.0)
 
@@ -115,13 +117,14 @@ class Stop(Exception):
     """A backward fails."""
 
 
+def stop(_: Tensor) -> None:
+    raise Stop
+
+
 def micro_batch(net: nn.Module, kind: str, batch: Tensor, replica: int) -> None:
     bare: Any = net.module if isinstance(net, DistributedDataParallel) else net
     bare.is_deep = kind != "shallow" or replica == 1
     bare.blocks[0].mlp.up.requires_grad_(kind != "frozen")
-
-    def stop(_: Tensor) -> None:
-        raise Stop
 
     hook = bare.blocks[0].norm1.weight.register_hook(stop) if kind == "fails" else None
     try:
@@ -514,18 +517,29 @@ def are_same(ours: nn.Module, reference: nn.Module) -> bool:
     return all(torch.equal(param, other) for (_, param, _), (_, other, _) in pairs)
 
 
-def written(model: DistributedDataParallel) -> None:
+def written(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         model.module.blocks[1].mlp.up.weight.to_local().add_(1.0)
 
 
-def frozen(model: DistributedDataParallel) -> None:
+def frozen(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
     model.module.blocks[1].mlp.up.weight.requires_grad_(False)
 
 
-ON_ONE_AXIS: dict[str, tuple[Callable[[DistributedDataParallel], None], type[UndertowError], str]] = {
+def other_settings(_: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.2
+
+
+def no_steps(_: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
+
+
+Change = Callable[[DistributedDataParallel, torch.optim.Optimizer], None]
+ON_ONE_AXIS: dict[str, tuple[Change, type[UndertowError], str]] = {
     "written": (written, ReplicaMismatch, "parameter 'blocks.1.mlp.up.weight' has other values on rank 2 than on rank 0."),
     "frozen": (frozen, PlanMismatch, "blocks.1.mlp.up.weight"),
+    "settings": (other_settings, PlanMismatch, " is 0.1 on rank 0, 0.2 on rank 2"),
+    "steps": (no_steps, Desync, "ranks are not in the same step."),
 }
 
 
@@ -541,13 +555,69 @@ def test_a_difference_on_one_data_axis_is_told_to_the_other_one_too(what: str) -
         def train() -> None:
             for step in range(20):
                 if step == 2 and dist.get_rank() == 2:
-                    change(model)
+                    change(model, optimizer)
                 model(tokens(step, mesh["dp"].get_local_rank())).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
         assert text in text_of(error, train)
         assert time.monotonic() - start_s < 60  # else it is the stall timeout that ends a wait
+
+
+def step_that_fails(net: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, weight: Tensor, *, is_faulty: bool) -> Any:
+    """The error of a step. The gradient of `weight` comes after all messages of the other axis."""
+
+    def train() -> None:
+        net(batch).backward()
+        optimizer.step()
+
+    hook = weight.register_hook(stop) if is_faulty else None
+    with pytest.raises((Stop, PeerFailed)) as caught:
+        train()
+    if hook is not None:
+        hook.remove()
+    return caught.value
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("ranks", [{2}, {2, 3}], ids=["at one place", "at all places"])
+@ON_A_MESH
+def test_a_step_whose_backward_has_failed_on_some_ranks_is_left_out_at_all_places(ranks: set[int]) -> None:
+    """Also while plans are tried, for which all places count the same synchronizations."""
+    with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
+        replica, data = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+        optimizer, by_hand = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, bare))
+        for step in range(28):
+            batch = tokens(step, replica)
+            if step in (1, 6, 10, 16):  # of the last one the window of a trial begins again
+                weight = model.module.embedding.weight
+                step_that_fails(model, optimizer, batch, weight, is_faulty=dist.get_rank() in ranks)
+            else:
+                for net in (model, bare):
+                    net(batch).backward()
+                mean_by_hand(bare, data)
+                optimizer.step()
+                by_hand.step()
+                require_same_parts(model.module, bare)
+            optimizer.zero_grad()
+            by_hand.zero_grad()
+        plans: list[Any] = [None] * 4
+        dist.all_gather_object(plans, model.plan.to_json())
+        assert len(set(plans)) == 1
+
+
+@pytest.mark.deep
+@ON_A_MESH
+def test_ranks_at_another_place_are_told_of_a_backward_that_has_failed_before_they_step() -> None:
+    with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
+        rank, batch = dist.get_rank(), tokens(0, mesh["dp"].get_local_rank())
+        optimizer, weight = torch.optim.SGD(model.parameters(), lr=0.1), model.module.embedding.weight
+        error = step_that_fails(model, optimizer, batch, weight, is_faulty=rank == 2)
+        if rank != 2:
+            told = f"backward failed on rank 2.\n  synchronization 0, rank {rank}\n  The gradients of this step are incomplete"
+            assert str(error).startswith(told)
+        assert text_of(PhaseError, optimizer.step).startswith("the last backward or synchronization failed")
+        assert are_same(model.module, bare)
 
 
 class TwoNorms(nn.Module):
@@ -715,6 +785,21 @@ def wrong_shape(mesh: DeviceMesh) -> Callable[[], object]:
     return lambda: attach(net, device_mesh=mesh["dp"])
 
 
+def other_names(_: DeviceMesh) -> Callable[[], object]:
+    name = rank_3("cut", "split")
+    mesh = kept_mesh(2, 2, names=("dp", name))
+    net = parallelize_module(nn.Linear(4, 4), mesh[name], ColwiseParallel())
+    return lambda: attach(net, device_mesh=mesh["dp"])
+
+
+def gradient_elsewhere(mesh: DeviceMesh) -> Callable[[], object]:
+    """A hook of the user's gives a gradient the placements of its parameter, over another axis."""
+    net = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
+    net.weight.register_hook(lambda grad: DTensor.from_local(grad.to_local(), mesh["dp"], grad.placements, run_check=False))
+    model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+    return lambda: model(torch.ones(1, 4)).sum().backward()
+
+
 def wrong_axis(mesh: DeviceMesh) -> Callable[[], object]:
     return lambda: DistributedDataParallel(gpt(mesh), device_mesh=mesh["tp"])
 
@@ -751,6 +836,16 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[Exce
         "placements of parameter 0 ('weight') is ['S(0)'] on rank 1 and ['S(1)'] on rank 3",
     ),
     "shape": (wrong_shape, PlanMismatch, "shape of parameter 0 ('weight') is [2, 4] on rank 1 and [3, 4] on rank 3"),
+    "names": (
+        other_names,
+        PlanMismatch,
+        "mesh of parameter 0 ('weight') is {'cut': 2} on rank 1 and {'split': 2} on rank 3",
+    ),
+    "gradient": (
+        gradient_elsewhere,
+        ConfigError,
+        "a gradient is on mesh axis 'dp', and its parameter on mesh axis 'tp'.",
+    ),
     "axis": (wrong_axis, ConfigError, "the mesh axis 'tp' is not a data-parallel axis: ranks "),
     "no axis": (no_axis, ConfigError, 'Give the data-parallel axis of the mesh, such as device_mesh=mesh["dp"], and'),
     "whole mesh": (whole_mesh, ConfigError, "the mesh axis 'tp' is not a data-parallel axis: ranks "),

@@ -9,6 +9,7 @@ from support.processes import run_ranks, script
 
 TRAINS = """
 import os, signal, time, torch
+from torch.distributed.fsdp import fully_shard
 from support.tensor_parallel import gpt, mesh_of_four, tokens
 import undertow
 
@@ -18,8 +19,13 @@ def die(*_):
 rank.meet()
 try:
     with mesh_of_four() as mesh:
-        settings = {"outer": undertow.Outer(every=1, fragments=1, delay=0)} if way == "outer" else {"strategy": way}
-        model = undertow.DistributedDataParallel(gpt(mesh), device_mesh=mesh["dp"], config=undertow.SyncConfig(**settings))
+        if way == "outer axis":  # the first dimension is across replicas, the second has their shards
+            model = fully_shard(gpt(), mesh=mesh)
+            axis = undertow.outer_axis(model)
+        else:
+            settings = {"outer": undertow.Outer(every=1, fragments=1, delay=0)} if way == "outer" else {"strategy": way}
+            config = undertow.SyncConfig(**settings)
+            model = undertow.DistributedDataParallel(gpt(mesh), device_mesh=mesh["dp"], config=config)
         if way == "zero1":
             optimizer = undertow.ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
         else:
@@ -46,6 +52,7 @@ FAULTS = [
     (1, "before backward", "outer"),
     (2, "in backward", "ddp"),
     (3, "before backward", "ddp"),
+    (1, "before backward", "outer axis"),
 ]
 
 

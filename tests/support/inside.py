@@ -5,6 +5,7 @@ library changes this file and no test. Every function takes a wrapped model, or 
 """
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import sys
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from undertow.buckets.comm_hook import HookedBucket as HookedBucket
 from undertow.buckets.reducer import Reducer
 from undertow.checkpoint import files as checkpoint_files
 from undertow.checkpoint import replicated as checkpoint_replicated
+from undertow.ddp.outer_axis import OuterAxis
 from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
 from undertow.engine import params as module_params
 from undertow.engine import tuning
@@ -102,6 +104,35 @@ def own_tensors(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
     """The state on this rank, which a checkpoint copies."""
     states, _ = optimizer._own_state_dict()
     return [value for state in states["state"].values() for value in state.values()]
+
+
+class _Device(Accelerator):
+    """The host, as an axis across replicas sees a device: its copies have arrived if that `has_arrived`."""
+
+    def __init__(self, has_arrived: Callable[[], bool]) -> None:
+        self._has_arrived = has_arrived
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def to_device(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def record(self, *, timed: bool = False) -> Any:
+        return SimpleNamespace(query=self._has_arrived)
+
+
+@contextlib.contextmanager
+def as_on_a_device(axis: OuterAxis, has_arrived: Callable[[], bool]) -> Iterator[None]:
+    """The axis compares replicas as on a device: the numbers travel with the gradients, and are read when they have arrived."""
+    group = copy.copy(axis._group)
+    group.hardware = _Device(has_arrived)
+    carrier = axis._exchanges.carrier
+    with mock.patch.object(axis, "_group", group), mock.patch.object(carrier, "reads_trailers", False):
+        yield
 
 
 def before_gathers_are_waited_for(call: Callable[[], object]) -> AbstractContextManager[object]:

@@ -63,15 +63,20 @@ def test_an_unknown_backend_is_told_once_in_one_line(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_a_model_on_the_host_is_refused_for_nccl() -> None:
-    assert text_of(ConfigError, lambda: GroupRef((0,), "nccl", None).require_device(CPU)) == (
-        'the model is on the CPU, and the backend "nccl" only transfers tensors of GPUs.\n'
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "ncclx", "rccl", "xccl", "cuda:nccl", "cuda:ncclx", "xpu:xccl,cuda:nccl"])
+def test_a_model_on_the_host_is_refused_for_backends_of_gpus(backend: str) -> None:
+    assert text_of(ConfigError, lambda: GroupRef((0,), backend, None).require_device(CPU)) == (
+        f'the model is on the CPU, and the backend "{backend}" only transfers tensors of GPUs.\n'
         "  the group over which gradients are averaged\n"
         "  Move the model to this rank's GPU before you wrap it: model.cuda(local_rank). Without GPUs, call "
         'init_process_group("gloo").'
     )
-    for backend, place in (("nccl", CUDA), ("gloo", CPU), ("cpu:gloo,cuda:nccl", CPU), ("of a vendor", CPU)):
-        GroupRef((0,), backend, None).require_device(place)
+    GroupRef((0,), backend, None).require_device(CUDA)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:ncclx", "emulated", "of a vendor"])
+def test_a_model_on_the_host_is_taken_for_backends_of_the_host_and_unknown_ones(backend: str) -> None:
+    GroupRef((0,), backend, None).require_device(CPU)
 
 
 def test_a_number_on_a_device_is_read_if_ranks_exchange_it_on_the_host() -> None:

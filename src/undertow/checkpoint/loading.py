@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 from torch import nn
@@ -17,6 +20,7 @@ from undertow.checkpoint.replicated import Replicated
 from undertow.errors import CheckpointError, listed, require
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
+from undertow.ranks.answers import named
 
 
 class Loading:
@@ -52,9 +56,13 @@ class Loading:
         self._rounded: list[str] = []  # states of optimizers, in words
 
     def read_shares(self) -> str:
-        """Reads this rank's share of the tensors that every rank needs. Returns a text that is the
-        same on ranks that load the same."""
+        """Reads this rank's share of the tensors that every rank at its place needs. Returns which
+        save this rank has found, and a text that is the same on ranks of a place that load the
+        same, as JSON."""
         self._open()
+        return json.dumps([self._of_all["save"], self._of_all["saved_ns"], self._read_shares()])
+
+    def _read_shares(self) -> str:
         index = self.index
         num_saved = len(index["optimizers"])
         require(
@@ -65,7 +73,7 @@ class Loading:
             "load_checkpoint(path, model).",
             error=CheckpointError,
         )
-        if len(self._ranks.of_places) > 1:
+        if not self._ranks.gather_at_place:
             return ""  # a message would bring the bytes of all places to each rank
         opened, shared = self._opened, self._replicated
         if self._has_replicas:  # each has its own model, and state of the optimizer
@@ -82,9 +90,18 @@ class Loading:
     def gather(self, of_ranks: Sequence[str]) -> None:
         """Gathers the shares, a collective call; `of_ranks` are the texts of `read_shares`.
 
-        If ranks load different things, each reads for itself.
+        If ranks load different things, each reads for itself. Raises CheckpointError, on every
+        rank, if they have found different saves.
         """
-        if len(of_ranks) > 1 and len({*of_ranks}) == 1:
+        saves: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+        texts: list[str] = []
+        for rank, (token, saved_ns, text) in enumerate(map(json.loads, of_ranks)):
+            saves[saved_ns, token].append(rank)
+            texts.append(text)
+        if len(saves) > 1:
+            raise _other_saves(saves, self._folder)
+        at_place = [texts[rank] for rank in self._ranks.own]
+        if len(at_place) > 1 and at_place[0] and len({*at_place}) == 1:
             self._replicated.gather()
 
     def read(self) -> None:
@@ -167,3 +184,14 @@ class Loading:
                 "keep all of their bits.",
                 stacklevel=4,
             )
+
+
+def _other_saves(saves: Mapping[tuple[int, str], Sequence[int]], folder: Path) -> CheckpointError:
+    """Returns the error of ranks that have found different saves, by time and token."""
+    lines = [f"{named(ranks)}: save {brief(token)}" for (_, token), ranks in sorted(saves.items())]
+    return CheckpointError(
+        "ranks have found different saves under the same path.",
+        where="\n  ".join((str(folder), *lines[:-1], f"{lines[-1]}, the newest")),
+        remedy="Every rank must see the same files. Save to a disk that all nodes share, or copy "
+        "the newest save to every node.",
+    )

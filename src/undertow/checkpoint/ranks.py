@@ -44,6 +44,7 @@ class CheckpointRanks:
     # beside tensor parallelism: of the parts that this rank has
     place: MeshPlace = field(default_factory=MeshPlace)
     of_places: Sequence[Sequence[int]] = ((0,),)  # the ranks of each place
+    axis: OwnGroup | None = None  # the data axis of a mesh, if the model is synchronized over one
 
     @classmethod
     def meet(
@@ -66,12 +67,15 @@ class CheckpointRanks:
         engines = earlier_watchers(tables.named_parameters(model)).values()
         for engine in engines:
             engine.siblings.wait_for_parameters()
-        group = _group_of(model, optimizers, engines) or dist.group.WORLD
+        axis = _axis_of(model, optimizers, engines)
+        group = None if axis is None else axis.everyone.process_group
+        group = group or _group_of(model, optimizers, engines) or dist.group.WORLD
         assert group is not None  # torch.distributed is initialized
         device = next((param.device for _, param in tables.named_parameters(model)), _HOST)
         can = GroupRef.of(group).abilities_for(device)
         place = place_of(param for _, param in tables.named_parameters(model))
-        ranks = cls(to, path, group, _HOST if can.send_from_host else device, tuple(engines), place)
+        to_device = _HOST if can.send_from_host else device
+        ranks = cls(to, path, group, to_device, tuple(engines), place, axis=axis)
         told = ranks.from_all(f"{place.number} {place.num_places}", waits_for=f"all ranks, to {to}")
         return replace(ranks, of_places=_shared(told, place))
 
@@ -153,13 +157,25 @@ class CheckpointRanks:
             raise CheckpointError(failed[0].removeprefix(_FAILED)) from cause
         return [text.removeprefix(_DONE) for text in of_ranks]
 
+    @property
+    def gather_at_place(self) -> bool:
+        """True if a message reaches the ranks at this place and no others."""
+        is_axis = self.axis is not None and list(self.axis.names) == list(self.own)
+        return len(self.of_places) == 1 or is_axis
+
     def gathered(self, mine: Tensor) -> Tensor:
-        """Returns the bytes of every rank, as many of each, on the host.
+        """Returns the bytes of every rank at this place, as many of each, on the host; if ranks
+        `gather_at_place`.
 
         [number of ranks, bytes]
         """
+        group = self.group
+        if len(self.of_places) > 1:
+            assert self.axis is not None  # see `gather_at_place`
+            group = self.axis.process_group
+        assert group is not None  # there are several ranks
         with over_users(self.group):
-            return self._all_gather(mine.to(self.device)).cpu()
+            return all_gather_over(mine.to(self.device), group).cpu()
 
     def from_all(self, text: str, *, waits_for: str = "") -> list[str]:
         """Returns the texts of all ranks."""
@@ -174,25 +190,31 @@ class CheckpointRanks:
         return all_gather_over(tensor, self.group)
 
 
+def _axis_of(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], engines: Iterable[Any]
+) -> OwnGroup | None:
+    """Returns the data axis of a mesh over which this model is synchronized, or None."""
+    outer = outer_of(model)
+    # A single data-parallel rank has no engine that watches.
+    syncs = [each._sync for each in optimizers if isinstance(each, ShardedOptimizer)]
+    syncs += [model.sync] if isinstance(model, DistributedDataParallel) else []
+    known: list[OwnGroup] = [sync._own.all_ranks for sync in syncs]
+    known += [engine.current_plan.group for engine in engines]
+    groups = known if outer is None else [outer.all_ranks]
+    return next((own for own in groups if own.is_on_mesh), None)
+
+
 def _group_of(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     engines: Iterable[Any],
 ) -> dist.ProcessGroup | None:
-    """Returns the group of the ranks that have this model.
+    """Returns the group of the ranks that have this model, which is not on a mesh.
 
     Returns None, for the default group, if nothing synchronizes the model or different groups
     synchronize parts of it.
     """
     outer = outer_of(model)
-    own_groups: list[OwnGroup] = [engine.current_plan.group for engine in engines]
-    # A single data-parallel rank has no engine that watches.
-    syncs = [each._sync for each in optimizers if isinstance(each, ShardedOptimizer)]
-    syncs += [model.sync] if isinstance(model, DistributedDataParallel) else []
-    known: list[OwnGroup] = [sync._own.all_ranks for sync in syncs]
-    for own in [*known, *own_groups] if outer is None else [outer.all_ranks]:
-        if own.is_on_mesh:
-            return own.everyone.process_group
     if distributed(param for _, param in tables.named_parameters(model)):
         return None
     if outer is not None:
@@ -203,6 +225,7 @@ def _group_of(
         return given.process_group
     # A bare model does not know its group. Two groups whose models have the same names would write
     # one mixed checkpoint.
+    own_groups: list[OwnGroup] = [engine.current_plan.group for engine in engines]
     watching = [own for own in own_groups if own.num_ranks > 1]
     if len({own.user.ranks for own in watching}) != 1:
         return None

@@ -1,4 +1,5 @@
-"""Tensors of a checkpoint that all ranks need: one rank reads each byte, the others receive it.
+"""Tensors of a checkpoint that all ranks at one place need: one rank reads each byte, the others
+receive it.
 
 rank 0's share | rank 1's share | ...       of the tensors, one after the other
 """
@@ -21,7 +22,7 @@ _MOST_BYTES = 64 << 20  # of one message, of all ranks together
 
 
 class Replicated:
-    """Tensors that every rank needs. Ranks call its methods in this order:
+    """Tensors that every rank at this place needs. Ranks call its methods in this order:
 
     add ──> read ──> gather
     """
@@ -32,7 +33,7 @@ class Replicated:
         self._share = torch.empty(0, dtype=torch.uint8)
 
     def add(self, file_name: str, names: Iterable[str]) -> None:
-        """Adds tensors of a file, in the same order on every rank."""
+        """Adds tensors of a file, in the same order on every rank of the place."""
         file = self._opened.file(file_name)
         for name in names:
             tensor = file.tensor(name)
@@ -44,8 +45,8 @@ class Replicated:
         tensors."""
         each = [(*place, tensor.nbytes) for place, tensor in self._mapped.items()]
         text = json.dumps([str(self._opened.folder), each])
-        if self._ranks.size > 1:
-            start = self._ranks.rank * self._share_bytes
+        if len(self._ranks.own) > 1:
+            start = self._ranks.rank_at_place * self._share_bytes
             share = torch.empty(self._share_bytes, dtype=torch.uint8)
             mapped = _Bytes(tensor.view(-1).view(torch.uint8) for tensor in self._mapped.values())
             mapped.read(start, share)
@@ -53,11 +54,11 @@ class Replicated:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def gather(self) -> None:
-        """Gathers the shares of all ranks; a collective call."""
+        """Gathers the shares of all ranks at this place, a collective call of these ranks."""
         share_bytes, share = self._share_bytes, self._share
         sizes = [tensor.nbytes for tensor in self._mapped.values()]
         memory = _Bytes(torch.empty(size, dtype=torch.uint8) for size in sizes)
-        part_bytes = max(1, _MOST_BYTES // self._ranks.size)
+        part_bytes = max(1, _MOST_BYTES // len(self._ranks.own))
         for start in range(0, share_bytes, part_bytes):
             rows = self._ranks.gathered(share[start : start + part_bytes])
             for rank, row in enumerate(rows):
@@ -73,7 +74,7 @@ class Replicated:
     def _share_bytes(self) -> int:
         """The bytes of each rank; the last ones may reach beyond the end."""
         num_bytes = sum(tensor.nbytes for tensor in self._mapped.values())
-        return -(-num_bytes // self._ranks.size)
+        return -(-num_bytes // len(self._ranks.own))
 
 
 class _Bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import Outer, SyncConfig
 from undertow.ddp.fully_shard import WHERE, group_of_replicas, refuse_divisor, require_managed
+from undertow.device import Accelerator
 from undertow.engine.checks import unlike_values
 from undertow.errors import Desync, ReplicaMismatch, WrongType, require
 from undertow.mesh.axes import everyone
@@ -132,6 +134,7 @@ class OuterAxis:
             divisor=self._group.num_ranks,
         )
         self._messages: dict[tuple[int, int, torch.dtype], _Message] = {}
+        self._told: deque[_Told] = deque()  # of earlier reductions, on a device
         # of each module, the elements of its parameters in a message
         self._numels = [
             [numel for group in fsdp.param_groups(part) for numel in fsdp.numels_of(group)]
@@ -254,6 +257,7 @@ class OuterAxis:
             return
         group, began_s = self._group, time.perf_counter()
         group.watch.check()
+        self._compare_earlier()
         if index in self._reduced or not self._reduced:  # a backward begins
             self._reduced.clear()
             self._turns.advance(local_tensors(self._params))
@@ -261,16 +265,20 @@ class OuterAxis:
         message = self._message(index, values)
         parcel = self._parcel(message, values.device)
         sent = message.packed(values)
-        trailer = self._trailer(index, values)
+        numbers = _numbers_of(index, values.numel())
+        trailer = group.hardware.to_device(numbers, torch.float64)
         name = f"the gradients of {self._names[index]!r}, across replicas"
         with group.waiting(name):
-            is_alike = partial(self._is_alike, index, values)
+            is_alike = partial(self._is_alike, numbers)
             handle = self._exchanges.all_reduce(sent, parcel, trailer=trailer, is_alike=is_alike)
             group.makes_call(name)
             handle.wait()
         group.hardware.keep(values)  # torch may drop them when this returns
-        if group.hardware.is_host and not self._is_alike(index, values, trailer):
-            raise self._in_another_order(index, values)
+        if isinstance(group.hardware, Accelerator):
+            reduced, copied = group.hardware.to_host(trailer), group.hardware.record()
+            self._told.append(_Told(index, values.numel(), reduced, copied))
+        elif not self._is_alike(numbers, trailer):
+            raise self._in_another_order(index, values.numel())
         message.unpack(sent, values)
         self.num_reductions += 1
         self.num_bytes += _sent_bytes(parcel, group, values)
@@ -296,19 +304,21 @@ class OuterAxis:
         parcel.codings.clear()
         return parcel.dithered(self._turns.now, Rounding.OWN, rank=self._group.rank, device=device)
 
-    def _trailer(self, index: int, values: Tensor) -> Tensor:
-        """Returns the numbers by which replicas find that they reduce the same module: sums of
-        numbers and of their squares fit together only if all numbers are equal. [4] float64"""
-        numbers = [float(index), float(values.numel() % _SIZES_TOLD_APART)]
-        told = [*numbers, *(number * number for number in numbers)]
-        return self._group.hardware.to_device(told, torch.float64)
+    def _is_alike(self, numbers: Sequence[float], reduced: Tensor) -> bool:
+        """Returns True if all replicas have sent these numbers. `reduced` is on the host."""
+        num_ranks = self._group.num_ranks
+        return bool(reduced.tolist() == [number * num_ranks for number in numbers])
 
-    def _is_alike(self, index: int, values: Tensor, trailer: Tensor) -> bool:
-        expected = self._trailer(index, values) * self._group.num_ranks
-        return torch.equal(trailer, expected)
+    def _compare_earlier(self) -> None:
+        """Raises Desync if replicas have reduced different modules earlier, as far as this host
+        knows: it does not wait for a device."""
+        while self._told and self._told[0].copied.query():
+            told = self._told.popleft()
+            if not self._is_alike(_numbers_of(told.index, told.numel), told.reduced):
+                raise self._in_another_order(told.index, told.numel)
 
-    def _in_another_order(self, index: int, values: Tensor) -> Desync:
-        name, numel = self._names[index], values.numel()
+    def _in_another_order(self, index: int, numel: int) -> Desync:
+        name = self._names[index]
         texts = self._group.watch.ask(f"{name!r}, {numel} elements", of=self._group.names)
         listed = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(texts.items()))
         return Desync(
@@ -317,6 +327,23 @@ class OuterAxis:
             remedy="Use the same modules in the same order on every replica. If parts stay unused "
             "on some, call set_reduce_scatter_unused_params() of FSDPModule.",
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Told:
+    """The numbers of a reduction on their way from a device to the host."""
+
+    index: int  # of the module
+    numel: int
+    reduced: Tensor  # pinned
+    copied: torch.Event
+
+
+def _numbers_of(index: int, numel: int) -> list[float]:
+    """Returns the numbers by which replicas find that they reduce the same module: sums of numbers
+    and of their squares fit together only if all numbers are equal."""
+    numbers = [float(index), float(numel % _SIZES_TOLD_APART)]
+    return [*numbers, *(number * number for number in numbers)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

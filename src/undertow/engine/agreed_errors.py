@@ -1,7 +1,8 @@
 """The errors of a round: the same on every rank if its trailers report them."""
 
+import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from undertow.engine.round import Round
 from undertow.engine.step_settings import settings_differ, text_of
@@ -11,6 +12,7 @@ from undertow.errors import (
     PeerFailed,
     PhaseError,
     PlanMismatch,
+    ReplicaMismatch,
     require,
 )
 from undertow.plan.facts import Fact
@@ -33,6 +35,20 @@ def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> Phase
         remedy="Leave `.grad` alone until backward ends. After backward it is the mean: copy it to "
         "another place then, or step.",
     )
+
+
+@contextlib.contextmanager
+def told_to_places(group: OwnGroup) -> Iterator[None]:
+    """Context for errors of the data axis `group`: on a mesh, the other places raise them too.
+
+    No rank of the mesh can continue after it. So a backward that has failed is not among them:
+    `Checks.tell_places` tells it, and the next step may succeed.
+    """
+    try:
+        yield
+    except (Desync, PlanMismatch, ReplicaMismatch) as error:
+        group.tell_places(error)
+        raise
 
 
 def _place(ended: Round) -> str:
@@ -74,15 +90,20 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
             "overlap=False.",
         )
     if failed and not ended.has_failed:
-        raise PeerFailed(
-            f"backward failed on rank {', '.join(map(str, failed))}.",
-            where=where,
-            remedy="The gradients of this step are incomplete on every rank: drop them, and see "
-            "the log of that rank.",
-        )
+        raise backward_failed(failed, where=where)
     if Fact.SETTINGS in ended.found.unlike and not ended.has_failed:
         texts = group.watch.ask(text_of(ended.terms.settings), of=group.names)
         raise settings_differ(texts, where=where)
+
+
+def backward_failed(ranks: Iterable[int], *, where: str) -> PeerFailed:
+    """Returns the error of ranks that hear of a backward that has failed on these."""
+    return PeerFailed(
+        f"backward failed on rank {', '.join(map(str, ranks))}.",
+        where=where,
+        remedy="The gradients of this step are incomplete on every rank: drop them, and see "
+        "the log of that rank.",
+    )
 
 
 def not_waited_for(number: int) -> PhaseError:

@@ -7,6 +7,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from undertow.buckets.facts import majority
 from undertow.buckets.fingerprints import fingerprints
 from undertow.config import SyncConfig
+from undertow.engine.agreed_errors import backward_failed
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.nonfinite import NonFinite, found_alone, found_by_any
 from undertow.engine.round import Round, RoundKind
@@ -39,7 +41,7 @@ _WRITES = (
     "broadcast_parameters() makes them equal again."
 )
 _NUM_FIRST_ORDERS, _ORDERS_EVERY = 3, 100  # synchronizations, on a device
-_ORDERS = "the comparison of the orders of redistributed gradients"
+_PLACES = "the reports of all places of the mesh about a synchronization"
 # Waits for a comparison, and returns its error.
 _Sent = Callable[[], UndertowError | None]
 
@@ -124,6 +126,15 @@ def has_bits(param: Tensor) -> bool:
     return (type(param) is nn.Parameter or is_part) and is_dense
 
 
+class _Told(NamedTuple):
+    """A rank's message to all places of a mesh about a synchronization."""
+
+    order: int  # digest of the names of redistributed gradients, as they arrived
+    axis: int  # digest of the ranks over which they are redistributed
+    is_stopping: int  # a signal has asked it to stop, unless exchanges of replicas tell that
+    has_failed: int  # its backward
+
+
 class Checks:
     """The checks of one engine: its numbers, and the parameters of all ranks after every few
     synchronizations.
@@ -171,9 +182,6 @@ class Checks:
         if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
             self.sent.append(self._send(ended))
             self.loads.settle(ended.terms.number)
-        order = self._current_plan.placements.take_order()
-        if self._are_places_told(ended.terms.number):
-            self.sent.append(self._tell_places(order, ended.terms.number))
 
     @torch.no_grad()
     def _send(self, ended: Round) -> _Sent:
@@ -196,37 +204,65 @@ class Checks:
             was_loaded=self.loads.are_here,
         )
 
-    def _are_places_told(self, number: int) -> bool:
-        """Returns True if the places of a mesh tell each other the orders of redistributed
-        gradients, and requests to stop, after this synchronization: on a device rarely, because the
-        host waits for the result."""
-        group = self._current_plan.group
-        if not group.is_on_mesh:
-            return False
-        return group.hardware.is_host or number < _NUM_FIRST_ORDERS or number % _ORDERS_EVERY == 0
+    def tell_places(
+        self, ended: Round, *, is_sound: bool, then: Callable[..., object] | None
+    ) -> None:
+        """Called on a mesh after every synchronization, also one that has failed: ranks at all
+        places start to tell each other how theirs has ended, the order of the gradients that were
+        redistributed over another axis, and requests to stop.
 
-    def _tell_places(self, order: Sequence[str], number: int) -> _Sent:
-        """Starts to compare the order of the gradients that are redistributed over another axis,
-        and tells if a signal has asked this rank to stop, unless exchanges of replicas do."""
-        axis, everyone = self._current_plan.placements.axis, self._current_plan.group.everyone
-        is_stopping = self._do_places_stop and self.stop.is_pending
-        told = [digest_of_names(order), digest_of_names(map(str, axis)), is_stopping]
-        received = everyone.all_gather(
-            torch.tensor(told, dtype=torch.int64, device=everyone.device), _ORDERS
+        `then` is called with `is_sound` of all places when that is known. On a device ranks tell it
+        rarely, because the host waits for the result.
+        """
+        group, number = self._current_plan.group, ended.terms.number
+        placements = self._current_plan.placements
+        order = placements.take_order()
+        is_told = group.hardware.is_host or number < _NUM_FIRST_ORDERS
+        if group.is_broken or not (is_told or number % _ORDERS_EVERY == 0):
+            return
+        told = _Told(
+            order=digest_of_names(order),
+            axis=digest_of_names(map(str, placements.axis)),
+            is_stopping=self._do_places_stop and self.stop.is_pending,
+            has_failed=ended.has_failed or bool(ended.found.taken),
         )
-        return partial(self._hear_places, everyone, order, received, number)
+        device = group.everyone.device
+        received = group.everyone.all_gather(
+            torch.tensor(told, dtype=torch.int64, device=device), _PLACES
+        )
+        self.sent.append(
+            partial(self._hear_places, order, received, number, is_sound=is_sound, then=then)
+        )
 
     def _hear_places(
-        self, everyone: OwnGroup, order: Sequence[str], received: Handle, number: int
-    ) -> Desync | None:
-        rows = received.result().tolist()
+        self,
+        order: Sequence[str],
+        received: Handle,
+        number: int,
+        *,
+        is_sound: bool,
+        then: Callable[..., object] | None,
+    ) -> UndertowError | None:
+        group = self._current_plan.group
+        rows = [_Told(*row) for row in received.result().tolist()]
         if self._do_places_stop:
-            self.stop.told_elsewhere(is_told=any(is_stopping for *_, is_stopping in rows))
-        return _other_order(everyone, order, [row[:2] for row in rows], number)
+            self.stop.told_elsewhere(is_told=any(row.is_stopping for row in rows))
+        failed = [rank for rank, row in enumerate(rows) if row.has_failed]
+        error: UndertowError | None = None
+        if not failed:
+            error = _other_order(group.everyone, order, rows, number)
+        elif is_sound:
+            where = f"synchronization {number}, rank {group.name}"
+            error = backward_failed(failed, where=where)
+        if then is not None:
+            then(is_sound=not failed and error is None)
+        return error
 
     def require_alike(self) -> None:
         """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ, and
         Desync if ranks of a tensor-parallel axis redistribute gradients in different orders.
+
+        Raises PeerFailed if a backward has failed at another place of a mesh only.
 
         Does nothing inside a backward, where ranks may wait for each other in different models.
         """
@@ -268,21 +304,21 @@ def digest_of_names(names: Iterable[str]) -> int:
 
 
 def _other_order(
-    everyone: OwnGroup, order: Sequence[str], rows: Sequence[Sequence[int]], number: int
+    everyone: OwnGroup, order: Sequence[str], rows: Sequence[_Told], number: int
 ) -> Desync | None:
     """Returns the error if gradients have arrived in different orders on ranks of one axis: the
     same on every rank of the mesh."""
     orders: dict[int, set[int]] = defaultdict(set)
-    for of_order, of_axis in rows:
-        orders[of_axis].add(of_order)
+    for row in rows:
+        orders[row.axis].add(row.order)
     unlike = [axis for axis, found in orders.items() if len(found) > 1]
     if not unlike:
         return None
-    described = gather_json(everyone, order, waits_for=_ORDERS)
+    described = gather_json(everyone, order, waits_for=_PLACES)
     listed_by_rank = "".join(
         f"\n  rank {rank}: {', '.join(map(repr, described[rank])) or 'none'}"
-        for rank, (_, axis) in enumerate(rows)
-        if axis == unlike[0]
+        for rank, row in enumerate(rows)
+        if row.axis == unlike[0]
     )
     return Desync(
         "gradients have arrived in different orders on ranks of a tensor-parallel axis: partial "

@@ -5,25 +5,29 @@ Reasons: docs/design/plan-changes.md.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from undertow.buckets.bucket import gradients_aside
-from undertow.engine.agreed_errors import CHANGE_ALIKE, changed_unlike, require_sound
+from undertow.engine.agreed_errors import (
+    CHANGE_ALIKE,
+    changed_unlike,
+    require_sound,
+    told_to_places,
+)
 from undertow.engine.checks import has_bits, unlike_values
 from undertow.engine.current_plan import Change, CurrentPlan
 from undertow.engine.params import first_change
 from undertow.engine.round import Round, RoundKind, Terms
-from undertow.errors import PlanMismatch, ReplicaMismatch
 
 
-def tell_of_change(plans: CurrentPlan, terms: Terms) -> Round:
+def tell_of_change(plans: CurrentPlan, terms: Terms, *, has_shards: bool) -> Round:
     """Sends the buckets of the plan in force, without gradients and with the flag `Fact.CHANGED`.
 
-    A rank that has not changed is in a usual round, so both find out. Does not wait. Raises
+    `has_shards` is True if micro-batches of the step may have left shards of their gradients. A
+    rank that has not changed is in a usual round, so both find out. Does not wait. Raises
     ConfigError if another engine has new parameters, and PhaseError if ranks hold shards of
     gradients.
     """
+    if has_shards:  # also of parameters that leave: the step would come without their gradients
+        plans.compiled.layout.make_gradients_whole(plans.hooks.named_params)
     plans.prepare_to_leave()
     told = Round(kind=RoundKind.RETIRE)
     with gradients_aside(plans.compiled.params):
@@ -41,9 +45,9 @@ def rebuild(plans: CurrentPlan, told: Round) -> None:
     with gradients_aside(plans.compiled.params):
         told.wait()
     plans.compiled.recorder.forgets_buckets()
-    require_sound(told, plans.group)
-    require_changed_alike(plans, told)
-    with _told_to_places(plans):
+    with told_to_places(plans.group):
+        require_sound(told, plans.group)
+        require_changed_alike(plans, told)
         _require_described_alike(plans, plans.change)
         _require_same_values(plans, told)
     plans.follow()
@@ -64,20 +68,9 @@ def require_changed_alike(plans: CurrentPlan, ended: Round) -> None:
     # On the host every rank has read the same and is here now, and the comparison names a
     # parameter. On a device the other ranks read later, when this one is gone. If this rank's
     # backward has failed, the others have raised PeerFailed already, and would not answer.
-    with _told_to_places(plans):
-        if plans.group.hardware.is_host and not ended.has_failed:
-            _require_described_alike(plans, change)
-        raise error
-
-
-@contextlib.contextmanager
-def _told_to_places(plans: CurrentPlan) -> Iterator[None]:
-    """Context for errors of the data axis: on a mesh, the other places raise them too."""
-    try:
-        yield
-    except (PlanMismatch, ReplicaMismatch) as error:
-        plans.group.tell_places(error)
-        raise
+    if plans.group.hardware.is_host and not ended.has_failed:
+        _require_described_alike(plans, change)
+    raise error
 
 
 def _require_described_alike(plans: CurrentPlan, change: Change | None) -> None:

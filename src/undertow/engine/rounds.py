@@ -47,6 +47,7 @@ class Rounds:
         self._progress, self._checks = progress, checks
         self._recorder, self._end = recorder, end
         self._is_on_mesh = current_plan.group.is_on_mesh
+        self._is_counted_later = self._is_on_mesh and current_plan.group.hardware.is_host
 
     def begin(self, kind: RoundKind, *, is_last: bool, op: str | None = None) -> None:
         """Begins a round, and starts it unless the plan is about to change.
@@ -122,9 +123,11 @@ class Rounds:
 
     def _tell_of_change(self, ending: Round) -> Stage:
         """Sends the buckets of the plan in force."""
-        mode = None if ending.kind is RoundKind.SHADOW else self._progress.steps.mode
-        terms = Terms(number=self._progress.num_rounds, mode=mode)
-        told = tell_of_change(self._current_plan, terms)
+        plans, progress = self._current_plan, self._progress
+        mode = None if ending.kind is RoundKind.SHADOW else progress.steps.mode
+        terms = Terms(number=progress.num_rounds, mode=mode)
+        is_reduced = plans.compiled.strategy.reduces_micro_batches and progress.has_accumulated
+        told = tell_of_change(plans, terms, has_shards=is_reduced)
         return partial(self._rebuild, ending, told)
 
     def _rebuild(self, ending: Round, told: Round) -> Stage:
@@ -199,12 +202,14 @@ class Rounds:
         if found.readings or found.taken:
             self._require_sound(ended)
         if ended.has_failed:
-            self._forget_window()
+            self._round_has_failed(ended)
             return  # it has left the other ranks already
         self._progress.gradients = Gradients.SOUND
-        if self._checks.every is not None or self._is_on_mesh or found.readings:
+        if self._checks.every is not None or found.readings:
             self._checks.round_was_sound(ended)
-        if hooks.tuning is not None and not hooks.tuning.has_settled:
+        if self._is_on_mesh:
+            self._tell_places(ended, is_sound=True)
+        if not self._is_counted_later and hooks.tuning is not None and not hooks.tuning.has_settled:
             self._moves.round_was_sound(self._progress.num_forwards_before)
 
     def _require_sound(self, ended: Round) -> None:
@@ -214,21 +219,43 @@ class Rounds:
             name, param = current_plan.hooks.named_params[min(found.taken)]
             taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
         try:
-            agreed_errors.require_sound(ended, current_plan.group, taken=taken)
-            if found.readings:
-                require_changed_alike(current_plan, ended)
+            with agreed_errors.told_to_places(current_plan.group):
+                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
+                if found.readings:
+                    require_changed_alike(current_plan, ended)
         except UndertowError:
-            self._forget_window()
+            self._round_has_failed(ended)
             raise
 
-    def _forget_window(self) -> None:
+    def _round_has_failed(self, ended: Round) -> None:
         """Called when a round has failed.
 
         On a device the other ranks read that a round later, and have counted this one.
         """
+        self._forget_window()
+        if self._is_on_mesh:
+            self._tell_places(ended, is_sound=False)
+
+    def _forget_window(self) -> None:
         tuning = self._current_plan.hooks.tuning
         if tuning is not None:
             tuning.forget_window()
+
+    def _tell_places(self, ended: Round, *, is_sound: bool) -> None:
+        """Starts to tell the other places of a mesh how the round has ended."""
+        number = self._progress.num_forwards_before
+        then = partial(self._places_have_told, number) if self._is_counted_later else None
+        self._checks.tell_places(ended, is_sound=is_sound, then=then)
+
+    def _places_have_told(self, num_forwards: int, *, is_sound: bool) -> None:
+        """Called on the host of a mesh, before the step, when it is known if the round was sound at
+        all places: only then it counts, because these choose plans together."""
+        tuning = self._current_plan.hooks.tuning
+        if not is_sound:
+            self._progress.gradients = Gradients.INCOMPLETE
+            self._forget_window()
+        elif tuning is not None and not tuning.has_settled:
+            self._moves.round_was_sound(num_forwards)
 
     def finish(self) -> None:
         """Waits for launched buckets and binds the gradients.

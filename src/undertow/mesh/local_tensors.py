@@ -235,10 +235,12 @@ class KeptPlacements:
         grad, (name, _) = param.grad, self._hooks[param]
         if _may_be_partial(param):  # also if torch has added it to an earlier one, whole
             self._order.append(name)
-        if grad is None or grad.placements == param.placements:
+        if grad is None:
             return
         if grad.device_mesh != param.device_mesh:
             raise _other_mesh(grad, param)
+        if grad.placements == param.placements:
+            return
         with torch.no_grad(), self._waiting(f"the gradient of {name!r}, over {_axes(param)}"):
             param.grad = grad.redistribute(param.device_mesh, param.placements)
 

@@ -46,6 +46,7 @@ BACKENDS = {
     "rccl": _NCCL,  # AMD's, with the same interface
     "xccl": Abilities(order_streams=True),  # some versions of oneCCL cannot average
 }
+_OF_GPUS = {family for family, can in BACKENDS.items() if can.order_streams}
 
 
 def family_of(backend: str) -> str | None:
@@ -158,9 +159,11 @@ class GroupRef:
 
     def require_device(self, device: torch.device) -> None:
         """Raises ConfigError if the backend cannot transfer tensors of `device`."""
+        backend = self.backend_for(device)
+        has_none = ":" in backend  # there are backends for other devices only
         require(
-            not (device.type == "cpu" and self.backend_for(device) == "nccl"),
-            'the model is on the CPU, and the backend "nccl" only transfers tensors of GPUs.',
+            device.type != "cpu" or not (has_none or family_of(backend) in _OF_GPUS),
+            f'the model is on the CPU, and the backend "{backend}" only transfers tensors of GPUs.',
             where="the group over which gradients are averaged",
             remedy="Move the model to this rank's GPU before you wrap it: model.cuda(local_rank). "
             'Without GPUs, call init_process_group("gloo").',

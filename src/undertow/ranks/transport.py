@@ -130,7 +130,7 @@ class OwnGroup:
         if self.num_ranks == 1:
             self._group = weakref.ref(self._clone())
             return
-        if self.backend == "gloo":  # which connects each rank to every other one
+        if family_of(self.backend) == "gloo":  # which connects each rank to every other one
             require_descriptors(self.num_ranks, rank=self.rank)
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains

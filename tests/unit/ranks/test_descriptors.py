@@ -1,13 +1,16 @@
 """The limit of open files."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from undertow import ConfigError
+from undertow import ConfigError, SyncConfig
 from undertow.ranks import descriptors
 from undertow.ranks.descriptors import require_descriptors
+from undertow.ranks.transport import OwnGroup
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, limit: int | None, num_open: int) -> None:
@@ -25,6 +28,14 @@ def test_too_many_ranks_for_the_limit_are_an_error_with_the_number(monkeypatch: 
         "  the making of a process group, rank 3\n"
         "  Raise the limit in the shell that starts the ranks, on every node: `ulimit -n 8192`."
     )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "gloo-next"])
+def test_every_backend_of_gloos_family_is_asked_for_its_connections(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, 1024, 12)
+    user: Any = SimpleNamespace(rank=0, ranks=tuple(range(1024)), timeout=None, backend_for=lambda _: backend)
+    with pytest.raises(ConfigError, match="a process group of 1024 ranks needs 1023 connections"):
+        OwnGroup(user, device=torch.device("cpu"), limits=SyncConfig()).open()
 
 
 @pytest.mark.parametrize(("limit", "num_open"), [(1024, 512), (16_384, 12), (None, 10**6)])
