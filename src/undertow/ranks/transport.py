@@ -88,8 +88,8 @@ class OwnGroup:
         """Its ranks as errors number them: by their places in the group that it is within."""
         if self._within is None:
             return range(self.num_ranks)
-        places = map(self._within.user.ranks.index, self.user.ranks)
-        return [self._within.names[place] for place in places]
+        places, names = self._within.user.places, self._within.names
+        return [names[places[rank]] for rank in self.user.ranks]
 
     @property
     def is_on_mesh(self) -> bool:
