@@ -295,6 +295,10 @@ class Meeting:
         """Returns True if a rank has called `fail`, also one that has not arrived."""
         return self.has_failed or bool(self.store.check([f"{self.key}/why"]))
 
+    def why(self) -> str:
+        """Returns the reason that a rank has given to `fail`."""
+        return str(self.store.get(f"{self.key}/why").decode())
+
     def fail(self, why: str) -> None:
         """Tells all ranks the reason, unless they have one: later ranks fail because of it."""
         self._is_failing = True
