@@ -1,9 +1,16 @@
-"""More ranks than other tests have: ten steps of every strategy and format; by hand with still more (`support/many.py`)."""
+"""More ranks than other tests have: ten steps of every strategy and format, checkpoints, open files; by hand with still more
+(`support/many.py`)."""
+
+import os
+import re
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from support.many import WAYS, train
-from support.ranks import in_ranks
+from support.many import OPEN_FILES, WAYS, num_open_files, save_or_load, train
+from support.project import ROOT
+from support.ranks import Ranks, in_ranks
 
 
 @pytest.mark.slow
@@ -20,3 +27,23 @@ def test_a_prime_number_of_ranks_trains_as_the_reference_does() -> None:
     for name in WAYS:
         if "hybrid" not in name:
             train(name)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_sixteen_ranks_is_loaded_on_fewer_and_on_more(tmp_path: Path) -> None:
+    for verb, num_ranks in (("save", 16), ("load", 8), ("load", 24)):
+        with Ranks(num_ranks) as ranks:
+            ranks.run(save_or_load, verb, tmp_path, timeout_s=120.0)
+
+
+@pytest.mark.skipif(not OPEN_FILES.exists(), reason="the system does not tell")
+@in_ranks(4, is_fresh=True)
+@pytest.mark.parametrize("name", ["plain", "zero1"])
+def test_a_model_opens_as_many_files_as_the_page_says(name: str) -> None:
+    page = (ROOT / "docs" / "several-nodes.md").read_text()
+    (counts,) = re.findall(r"2\(N-1\) \+ (\d+) open files.*?\(N-1\) \+ (\d+)", page, re.DOTALL)
+    own, torchs = map(int, counts)
+    before = len(os.listdir(OPEN_FILES))
+    num_opened = num_open_files(name) - before
+    num_peers = dist.get_world_size() - 1
+    assert num_peers <= num_opened <= num_peers + own - torchs

@@ -3,11 +3,17 @@
 PYTHONPATH=tests torchrun --nproc-per-node=64 -m support.many
 PYTHONPATH=tests torchrun --nproc-per-node=16 -m support.many save FOLDER
 PYTHONPATH=tests torchrun --nproc-per-node=24 -m support.many load FOLDER
+PYTHONPATH=tests torchrun --nproc-per-node=16 -m support.many files
+PYTHONPATH=tests torchrun --nproc-per-node=64 --monitor-interval=60 -m support.many kill FOLDER
 """
 
 import contextlib
 import copy
+import gc
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,17 +24,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig, load_checkpoint, save_checkpoint
+from support.outer import NaiveOuter
+from undertow import (
+    DistributedDataParallel,
+    Outer,
+    RankLost,
+    ShardedOptimizer,
+    SyncConfig,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 NUM_STEPS = 10
+OPEN_FILES = Path("/proc/self/fd")
 ORDERED: dict[str, Any] = {"reduction": "ordered"}
 # Settings, the optimizer, and the largest difference as a share of the movement: 0 asks for equal bits. Full width has another
-# order of sums; bfloat16 has 8 bits, and int8 half a unit of 127 of the largest value of a block, each rounded twice.
+# order of sums; bfloat16 has 8 bits, float16 has 11, and int8 half a unit of 127 of the largest value of a block, each rounded
+# twice.
 WAYS: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer], float]] = {
     "plain": ({}, torch.optim.SGD, 1e-5),
     "ordered": (ORDERED, torch.optim.SGD, 0.0),
     "int8": ({"wire": "int8"}, torch.optim.SGD, 0.05),
     "bfloat16": ({"wire": "bfloat16"}, torch.optim.SGD, 0.01),
+    "float16": ({"wire": "float16"}, torch.optim.SGD, 0.00125),
     "zero1": ({"strategy": "zero1"}, torch.optim.SGD, 0.0),
     "zero1, AdamW": ({"strategy": "zero1"}, torch.optim.AdamW, 0.0),
     "zero2": ({"strategy": "zero2"}, torch.optim.SGD, 0.0),
@@ -39,6 +57,9 @@ WAYS: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer], float]] = {
     # Muon amplifies last bits, and rows are added first.
     "hybrid, Muon": ({"strategy": "hybrid"}, torch.optim.Muon, 0.1),
     "hybrid, int8 across": ({"strategy": "hybrid", "wire": (None, "int8")}, torch.optim.SGD, 0.05),
+    # The last step ends with an exchange. The reference encodes too.
+    "outer": ({"outer": Outer(every=5, fragments=1, delay=0, wire=None)}, torch.optim.SGD, 0.0),
+    "outer, int8": ({"outer": Outer(every=5, fragments=1, delay=0)}, torch.optim.SGD, 0.0),
 }
 
 
@@ -77,6 +98,20 @@ def reference(bare: nn.Module, cls: type[torch.optim.Optimizer]) -> nn.Module:
     return bare
 
 
+def reference_of_replicas(bare: nn.Module, cls: type[torch.optim.Optimizer], outer: Outer) -> nn.Module:
+    """Trained as one replica for each rank, in one process."""
+    replicas = [copy.deepcopy(bare) for _ in range(dist.get_world_size())]
+    optimizers = [made(cls, replica) for replica in replicas]
+    naive = NaiveOuter(replicas, [[name] for name, _ in bare.named_parameters()], outer)
+    for step in range(NUM_STEPS):
+        for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            loss_of(replica, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        naive.step(step + 1)
+    return replicas[0]
+
+
 @contextlib.contextmanager
 def model_of(module: nn.Module, settings: dict[str, Any]) -> Iterator[DistributedDataParallel]:
     """On a mesh of four columns, if the strategy needs one."""
@@ -94,7 +129,8 @@ def train(name: str) -> None:
     """Trains in one way, and compares with the reference and with the other ranks."""
     settings, cls, tolerance = WAYS[name]
     first = layers()
-    wanted = reference(copy.deepcopy(first), cls)
+    outer = settings.get("outer")
+    wanted = reference(copy.deepcopy(first), cls) if outer is None else reference_of_replicas(first, cls, outer)
     with model_of(copy.deepcopy(first), settings) as model:
         optimizer = made(cls, model if "strategy" in settings else model.module)
         for step in range(NUM_STEPS):
@@ -131,15 +167,83 @@ def save_or_load(verb: str, folder: Path) -> None:
         torch.testing.assert_close(found, torch.load(folder / "saved.pt"), rtol=0.0, atol=0.0)
 
 
+def num_open_files(name: str) -> int:
+    """Returns the files that this process has open when it has trained a step in one way."""
+    settings, cls, _ = WAYS[name]
+    with model_of(layers(), settings) as model:
+        optimizer = made(cls, model if "strategy" in settings else model.module)
+        loss_of(model, 0, dist.get_rank()).backward()
+        optimizer.step()
+        model.wait()
+        return len(os.listdir(OPEN_FILES))
+
+
+def print_open_files() -> None:
+    """Prints how many files rank 0 has open. Torch's class makes no group, so the others come after it."""
+    loss_of(nn.parallel.DistributedDataParallel(layers()), 0, dist.get_rank()).backward()
+    counts = {"torch DDP": len(os.listdir(OPEN_FILES))}
+    for name in ("plain", "zero1"):
+        counts[name] = num_open_files(name)
+        gc.collect()  # which frees the group
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks, open files: {counts}", flush=True)
+
+
+def kill(folder: Path) -> None:
+    """Kills one rank before its backward. Rank 0 prints how long it takes until the last one of the others raises."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    victim, killed = num_ranks // 2, folder / "killed"
+    folder.mkdir(exist_ok=True)
+    with model_of(layers(), {}) as model:
+        for step in range(3):
+            loss_of(model, step, rank).backward()
+        loss = loss_of(model, 3, rank)
+        dist.barrier()
+        if rank == victim:
+            killed.write_text(repr(time.monotonic()))  # of one machine
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            loss.backward()
+            model.wait()
+        except RankLost as error:
+            if not str(error).startswith(f"rank {victim} is gone"):
+                raise
+            _write(folder / f"named-{rank}", repr(time.monotonic()))
+    if rank == 0:
+        others = [folder / f"named-{other}" for other in range(num_ranks) if other != victim]
+        until_s = time.monotonic() + 60.0
+        while not all(file.exists() for file in others) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        took_s = sorted(float(file.read_text()) - float(killed.read_text()) for file in others)
+        print(
+            f"{num_ranks} ranks: the first names rank {victim} after {took_s[0]:.2f} s, the last after {took_s[-1]:.2f} s",
+            flush=True,
+        )
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes a file that another rank reads as soon as it exists."""
+    part = file.with_suffix(".part")
+    part.write_text(text)
+    part.replace(file)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=20))
-    if sys.argv[1:]:
-        save_or_load(sys.argv[1], Path(sys.argv[2]))
-    for name in WAYS if not sys.argv[1:] else ():
-        train(name)
-        if dist.get_rank() == 0:
-            print(f"{dist.get_world_size()} ranks, {name}: right", flush=True)
+    match sys.argv[1:]:
+        case []:
+            for name in WAYS:
+                train(name)
+                if dist.get_rank() == 0:
+                    print(f"{dist.get_world_size()} ranks, {name}: right", flush=True)
+        case ["files"]:
+            print_open_files()
+        case ["kill", folder]:
+            kill(Path(folder))
+            os._exit(0)  # the groups are broken
+        case [verb, folder]:
+            save_or_load(verb, Path(folder))
     dist.destroy_process_group()
 
 

@@ -3,27 +3,35 @@ connection."""
 
 import os
 
-from undertow.errors import require
-
 _SPARE = 16  # for files that other code opens meanwhile
 _OPEN_FILES = "/proc/self/fd"
+_LAZY, _YES = "TORCH_GLOO_LAZY_INIT", ("y", "yes", "1", "t", "true")  # as torch reads it
 
 
-def require_descriptors(num_ranks: int, *, rank: int) -> None:
-    """Raises ConfigError if this process may not open a connection to each other rank."""
+def why_too_few(num_ranks: int, *, rank: int) -> str:
+    """Returns why this process may not open a connection to each other rank, and a remedy in a
+    second line; an empty text if it may.
+
+    If gloo connects two ranks with their first message only, nothing is known before: an empty
+    text.
+    """
     limit, num_open = limit_of_descriptors(), num_open_descriptors()
     needed = num_ranks - 1
-    if limit is None:
-        return
+    if limit is None or num_open + needed + _SPARE <= limit or connects_late():
+        return ""
+    connections = "1 connection" if needed == 1 else f"{needed} connections"
     enough = 1 << (num_open + 4 * num_ranks + _SPARE).bit_length()
-    require(
-        num_open + needed + _SPARE <= limit,
-        f"a process group of {num_ranks} ranks needs {needed} connections in each process, and "
-        f"this process may open {limit} files, of which {num_open} are open.",
-        where=f"the making of a process group, rank {rank}",
-        remedy=f"Raise the limit in the shell that starts the ranks, on every node: "
-        f"`ulimit -n {enough}`.",
+    return (
+        f"rank {rank} may open {limit} files, of which {num_open} are open, and a process group of "
+        f"{num_ranks} ranks needs {connections} in each process.\n"
+        "Raise the limit in the shell that starts the ranks, on every node: "
+        f"`ulimit -n {enough}`."
     )
+
+
+def connects_late() -> bool:
+    """Returns True if torch makes new groups of gloo connect ranks with their first message."""
+    return os.environ.get(_LAZY, "").lower() in _YES
 
 
 def limit_of_descriptors() -> int | None:

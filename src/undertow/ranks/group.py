@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property
@@ -131,9 +132,14 @@ class GroupRef:
         return self.ranks.index(rank)
 
     @cached_property
+    def places(self) -> Mapping[int, int]:
+        """The rank in the group of each of its ranks of the world."""
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @cached_property
     def row_places(self) -> tuple[tuple[int, ...], ...]:
         """The rows, with ranks of the group instead of the world."""
-        return tuple(tuple(map(self.ranks.index, row)) for row in self.rows)
+        return tuple(tuple(map(self.places.__getitem__, row)) for row in self.rows)
 
     @property
     def num_shards(self) -> int:

@@ -25,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from undertow.config import SyncConfig
+from undertow.errors import require
 from undertow.ranks import faults, patience
 from undertow.ranks.faults import Activity
 from undertow.ranks.handshake import connect_ring
@@ -65,15 +66,29 @@ def watch_over(
 
 
 def meet(
-    ranks: tuple[int, ...], rank: int, limits: SyncConfig, watch: NullWatch, *, within_s: float
+    ranks: tuple[int, ...],
+    rank: int,
+    limits: SyncConfig,
+    watch: NullWatch,
+    *,
+    within_s: float,
+    obstacle: str = "",
 ) -> None:
     """Waits until all these ranks are about to make a process group: torch's own waits cannot be
     interrupted.
 
-    Raises StallTimeout if one does not arrive in time.
+    `obstacle` says why this rank cannot make it, with a remedy in a second line. If one rank has
+    one, all raise it as ConfigError. Raises StallTimeout if a rank does not arrive in time.
     """
+    found = ""
     with meeting_of(ranks, rank, limits, watch, within_s) as meeting:
+        if obstacle:
+            meeting.fail(obstacle)
         meeting.arrive("group")
+        if meeting.has_failed:
+            found = meeting.why()
+    what, _, remedy = found.partition("\n")
+    require(not found, what, where=f"the making of a process group, rank {rank}", remedy=remedy)
 
 
 @contextlib.contextmanager

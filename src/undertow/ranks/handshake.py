@@ -73,7 +73,7 @@ def connect_ring(meeting: Meeting) -> list[Connection]:
             undo.callback(link.close)
         meeting.arrive("through")
         if meeting.has_failed:
-            raise ConnectionError(meeting.store.get(f"{meeting.key}/why").decode())
+            raise ConnectionError(meeting.why())
         # Ranks on two hosts or more have neighbors somewhere that are on different ones.
         if not meeting.store.check([f"{meeting.key}/{HOSTS}"]):
             hosts = {}

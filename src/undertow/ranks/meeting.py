@@ -9,8 +9,8 @@ the server answers when the last rank has arrived, from a thread and over a sepa
 the rank still looks at faults, and Ctrl-C ends it. If the store has no such request, or no server,
 the rank asks for one counter, less often the longer it has waited and the more ranks there are.
 Which ranks are late is found by one rank, when it is needed, with few requests. A meeting that is
-over leaves a counter and an empty text for each of its places, until the next meeting of these
-ranks is over.
+over leaves a counter and an empty text for each of its places, and counters of reports, until the
+next meeting of these ranks is over. Only the number of its meetings stays, a counter for each rank.
 
 Reasons: docs/design/lost-ranks.md.
 """
@@ -24,6 +24,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # its stub hides it
 from torch.distributed.distributed_c10d import Store
@@ -286,6 +287,15 @@ class Meeting:
         with contextlib.suppress(RuntimeError):  # some stores cannot
             for key in keys:
                 self.store.delete_key(key)
+            if self.rank == 0:
+                self._forget_reports(f"{before}/over")
+
+    def _forget_reports(self, over: str) -> None:
+        """Deletes the counters of reports about late ranks, which are numbered from 1 on."""
+        for number in count(1):
+            key = f"{over}/{number}"
+            if not (self.store.check([key]) and self.store.delete_key(key)):
+                return
 
     def told_by(self, rank: int, place: str) -> str:
         """Returns the text that a rank has left at a place where all have arrived."""
@@ -294,6 +304,10 @@ class Meeting:
     def is_failing(self) -> bool:
         """Returns True if a rank has called `fail`, also one that has not arrived."""
         return self.has_failed or bool(self.store.check([f"{self.key}/why"]))
+
+    def why(self) -> str:
+        """Returns the reason that a rank has given to `fail`."""
+        return str(self.store.get(f"{self.key}/why").decode())
 
     def fail(self, why: str) -> None:
         """Tells all ranks the reason, unless they have one: later ranks fail because of it."""

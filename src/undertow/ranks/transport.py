@@ -24,7 +24,7 @@ from undertow.config import SyncConfig
 from undertow.device import device_of
 from undertow.errors import PhaseError, UndertowError
 from undertow.ranks import faults, patience
-from undertow.ranks.descriptors import require_descriptors
+from undertow.ranks.descriptors import why_too_few
 from undertow.ranks.faults import Activity, raised
 from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
 from undertow.ranks.guard import meet, over_users, watch_over
@@ -89,8 +89,8 @@ class OwnGroup:
         """Its ranks as errors number them: by their places in the group that it is within."""
         if self._within is None:
             return range(self.num_ranks)
-        places = map(self._within.user.ranks.index, self.user.ranks)
-        return [self._within.names[place] for place in places]
+        places, names = self._within.user.places, self._within.names
+        return [names[places[rank]] for rank in self.user.ranks]
 
     @property
     def is_on_mesh(self) -> bool:
@@ -130,8 +130,6 @@ class OwnGroup:
         if self.num_ranks == 1:
             self._group = weakref.ref(self._clone())
             return
-        if family_of(self.backend) == "gloo":  # which connects each rank to every other one
-            require_descriptors(self.num_ranks, rank=self.rank)
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
             self.watch = watch_over(ranks, self.rank, self.limits, self.here, within_s=within_s)
@@ -141,8 +139,21 @@ class OwnGroup:
         what = "all ranks, to make a process group"
         self.makes_call(what)
         with self.waiting(what):
-            meet(ranks, self.rank, self.limits, self.watch, within_s=within_s)
+            meet(
+                ranks,
+                self.rank,
+                self.limits,
+                self.watch,
+                within_s=within_s,
+                obstacle=self._obstacle(),
+            )
             self._group = weakref.ref(self._made())
+
+    def _obstacle(self) -> str:
+        """Returns why this rank cannot make the clone, as `meet` takes it, or an empty text."""
+        if family_of(self.backend) != "gloo":  # which connects each rank to every other one
+            return ""
+        return why_too_few(self.num_ranks, rank=self.name)
 
     def _made(self) -> dist.ProcessGroup:
         """Returns the clone.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.levels import some
-from undertow import SyncConfig
+from undertow import RankLost, SyncConfig
 from undertow.ranks import faults, patience
 from undertow.ranks.faults import Activity
 from undertow.ranks.watch import Ring, Watch
@@ -22,6 +22,8 @@ LIMITS = SyncConfig(stall_warning_s=30.0, stall_timeout_s=math.inf)
 
 class Link:
     """A connection to a neighbor, whose messages wait in the network."""
+
+    host, is_silent = "", False
 
     def __init__(self, network: "Network", rank: int, other: int) -> None:
         self.network, self.rank, self._from = network, other, rank
@@ -63,6 +65,14 @@ class Network:
             link = next(link for link in ring.neighbors if link.rank == source)
             ring.hear(link, [message], is_connected=True)
         self.on_its_way = held
+
+    def end(self, dead: set[int]) -> None:
+        """These ranks die at once. The others hear of it from the kernel, and no message reaches the dead."""
+        self.stopped |= dead
+        for rank, ring in enumerate(self.rings):
+            for link in list(ring.neighbors) if rank not in dead else ():
+                if link.rank in dead:
+                    ring.hear(link, [], is_connected=False)
 
     def look(self) -> None:
         for rank, ring in enumerate(self.rings):
@@ -198,6 +208,30 @@ def test_one_fault_goes_round_however_many_ranks_find_it() -> None:
     network.deliver()
     assert max(network.num_sent.values()) <= 2
     assert all(watch.fault is not None for watch in network.watches)
+
+
+@pytest.mark.parametrize(
+    ("dead", "named"),
+    [
+        ({*range(64)} - {17}, {18}),  # the next rank is heard of first
+        ({*range(20, 28)}, {20, 27}),  # both ends are found, and one is first on each rank
+        ({*range(0, 64, 2)}, {*range(0, 64, 2)}),  # nobody is connected: each names a neighbor
+    ],
+    ids=["all others", "eight in a row", "each second"],
+)
+def test_survivors_of_many_lost_ranks_name_one_and_say_little(dead: set[int], named: set[int]) -> None:
+    network = Network(64)
+    network.end(dead)
+    network.deliver()
+    found = set()
+    for rank in {*range(64)} - dead:
+        with pytest.raises(RankLost) as caught:
+            network.watches[rank].check()
+        assert len(str(caught.value).split("\n")) == 3
+        found.add(str(caught.value).split("\n")[0])
+    end = "is gone: its process exited or was killed without reporting an error."
+    assert found <= {f"rank {rank} {end}" for rank in named}
+    assert max(network.num_sent.values()) <= 2
 
 
 def test_a_rank_without_the_model_passes_a_query_on() -> None:

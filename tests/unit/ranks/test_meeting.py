@@ -29,19 +29,27 @@ class Counted:
     def __init__(self) -> None:
         self._store = dist.HashStore()
         self.num_asked, self.longest = Counter[str](), 0
+        self.num_asked_at = Counter[str]()  # by place
+        self.num_written = 0  # bytes of keys and values
+        self.answers_after_s = 0.0
         self.keys = set[str]()
         self.clonings = set[threading.Thread]()  # threads that have cloned it
         self._lock = threading.Lock()
 
     def _ask(self, name: str, key: str, value: str = "") -> None:
+        time.sleep(self.answers_after_s)
         with self._lock:
             self.num_asked[name] += 1
+            self.num_asked_at[_place_of(key)] += 1
             self.longest = max(self.longest, len(key), len(value))
             if name in ("add", "set"):
                 self.keys.add(key)
+            if name == "set":
+                self.num_written += len(key) + len(value)
 
     def add(self, key: str, number: int) -> int:
         self._ask("add", key)
+        self.num_written += len(key) * (number != 0)  # otherwise it is a question
         return self._store.add(key, number)
 
     def set(self, key: str, value: str) -> None:
@@ -69,6 +77,11 @@ class Counted:
         with self._lock:
             self.keys.discard(key)
         return self._store.delete_key(key)
+
+
+def _place_of(key: str) -> str:
+    """Returns the place of a meeting whose key it is, as in undertow/ring/NAME/1/group/0."""
+    return "/".join(key.split("/")[3:5])
 
 
 @pytest.fixture
@@ -103,20 +116,61 @@ def test_meetings_leave_a_counter_and_no_texts(makes_ring: bool, store: Counted)
     num_kept = []
     for _ in range(4):
         all_meet(5, makes_ring=makes_ring)
-        num_kept.append(len([key for key in store.keys if "/tries/" not in key]))
+        num_kept.append(len(store.keys))
     places = 2 if makes_ring else 1
-    # A counter and an empty text of each place of the last meeting: a slow rank may still read them.
-    assert num_kept == [2 * places] * 4
+    # A counter and an empty text of each place of the last meeting: a slow rank may still read them. And the number of meetings
+    # that each rank has had.
+    assert num_kept == [2 * places + 5] * 4
     assert store.longest <= 200
 
 
 def test_ranks_that_wait_for_a_late_one_make_one_request_each(store: Counted) -> None:
     """As long as it takes: 16 ranks."""
     all_meet(16, late=lambda: time.sleep(1.0))
-    at_once = Counter({"set": 17, "add": 32, "delete_key": 16 + 9})  # texts and the end, tries and counts
+    at_once = Counter({"set": 17, "add": 32, "delete_key": 16 + 9, "check": 1})  # texts and the end, tries and counts
     asked = store.num_asked - at_once
     assert asked["wait"] == 15
     assert sum(asked.values()) <= 60
+
+
+NUM_NEEDED_OF_16 = 14 * 16 + 23  # requests of a start, if no rank ever asks if the others are there
+
+
+def all_start(num_ranks: int, late: Callable[[], object] = int) -> None:
+    """A model's start: the ring, and the group."""
+    all_meet(num_ranks, late, makes_ring=True)
+    all_meet(num_ranks)
+
+
+def test_ranks_that_start_together_ask_the_store_few_times(store: Counted) -> None:
+    all_start(16)
+    assert sum(store.num_asked.values()) <= NUM_NEEDED_OF_16 + 3 * 60  # three places, where each may wait for a slow one
+
+
+@pytest.mark.deep
+def test_a_late_rank_costs_the_store_few_requests(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 16 ranks is seven seconds late, for those that wait."""
+    monkeypatch.setattr(meeting, "time", Mock(monotonic=lambda: 10 * time.monotonic(), sleep=time.sleep))
+    all_start(16, late=lambda: time.sleep(0.7))
+    # Texts, counts and the end; a rank reads the texts of its two neighbors. Each text is deleted, and the counter and the end.
+    assert store.num_asked_at["1/at"] <= (16 + 16 + 1 + 2 * 16) + 16 + 2 + 60
+    assert sum(store.num_asked.values()) <= NUM_NEEDED_OF_16 + 3 * 60
+
+
+@pytest.mark.waits
+def test_ranks_meet_in_a_store_that_answers_slowly(store: Counted) -> None:
+    """After half a second each time."""
+    store.answers_after_s = 0.5
+    all_meet(4, makes_ring=True)
+    assert sum(store.num_asked.values()) <= 4 * 23 + 10
+
+
+@pytest.mark.parametrize("num_ranks", [16, pytest.param(64, marks=pytest.mark.deep)])
+def test_the_start_of_a_model_writes_little_for_each_rank(num_ranks: int, store: Counted) -> None:
+    """Addresses and texts, whose bytes do not grow with the ranks: torch's own for a group of gloo have 300 for each rank."""
+    all_start(num_ranks)
+    assert store.num_written <= 600 * num_ranks
+    assert len(store.keys) == num_ranks + 2  # the number of meetings of each rank, and the last place
 
 
 def test_a_fault_ends_a_wait_in_the_store(store: Counted) -> None:
@@ -205,7 +259,7 @@ def test_a_rank_that_waits_for_a_late_one_asks_for_one_counter(
     key = f"undertow/ring/{private.name_of(tuple(range(num_ranks)))}/1/group"
     clock.at_s.append((7.0, lambda: store._store.add(key, num_ranks - 1)))
     meets(num_ranks, 0)
-    assert store.num_asked["check"] == 0
+    assert store.num_asked["check"] == 1  # at the end, for counters of reports
     assert store.num_asked["add"] <= most_adds
     assert 7.0 <= clock.now_s < 9.5
 
@@ -231,6 +285,18 @@ def test_one_rank_asks_who_is_late_and_says_so(
     (told,) = caplog.messages
     assert told.endswith(f" s for rank {late} to synchronize a model.")
     assert store.num_asked["check"] <= 25  # 1,022 if each key were asked for
+
+
+@pytest.mark.usefixtures("cannot_wait")
+def test_counters_of_reports_go_with_the_next_meeting(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, name = Clock(), f"undertow/ring/{private.name_of((0, 1))}"
+    monkeypatch.setattr(meeting, "time", clock)
+    clock.at_s.append((100.0, lambda: store._store.add(f"{name}/1/group", 1)))
+    meets(2, 0, stall_warning_s=30.0)
+    assert {f"{name}/1/over/{number}" for number in (1, 2, 3)} <= store.keys
+    store._store.add(f"{name}/2/group", 1)
+    meets(2, 0)
+    assert not [key for key in store.keys if "/over/" in key]
 
 
 @pytest.mark.usefixtures("cannot_wait")
