@@ -1,7 +1,7 @@
 """How the values of one bucket travel, chosen when the bucket is made.
 
 AllReduce         in full width, with the trailer in the same message
-EncodedExchange   in a format: ranks exchange parts, and the trailer separately
+EncodedExchange   in a format: ranks exchange parts; the trailer stays in full width
 HookedReduction   by the user's communication hook; a small all-reduce has the trailer
 SparseReduction   one all-reduce for each sparse gradient, and a small one for the trailer
 RecordedTransfer  any of these, with its times recorded

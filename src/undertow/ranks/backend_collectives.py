@@ -81,7 +81,10 @@ class BackendCollectives:
     def sums_itself(self, parcel: Parcel) -> bool:
         return not (parcel.is_narrow or self._in_order)
 
-    def exchange(self, messages: Sequence[Tensor], tag: int) -> Arriving:
+    def exchange(
+        self, messages: Sequence[Tensor], tag: int, trailer: Tensor | None = None
+    ) -> Arriving:
+        """Exchanges messages without the trailer, which the backend adds up."""
         num_ranks, rank = len(messages), self.group.rank
         rooms = aligned_sizes([message.numel() for message in messages])
         sent = messages[0].new_zeros(sum(rooms))
@@ -93,7 +96,9 @@ class BackendCollectives:
         arrived = [row[: messages[rank].numel()] for row in received]
         return Arriving(arrived, [work], [received, sent])
 
-    def scatter(self, storage: Tensor, own: Tensor, parcel: Parcel, tag: int) -> Arriving:
+    def scatter(
+        self, storage: Tensor, own: Tensor, parcel: Parcel, tag: int, trailer: Tensor
+    ) -> Arriving:
         if not self.sums_itself(parcel) or len(set(map(len, parcel.parts))) > 1:
             return self.exchange(parcel.messages(storage, self.take), tag)
         values = storage[: parcel.parts[-1].stop]

@@ -77,10 +77,8 @@ class Exchanges:
                 fill()
             recut = self._recut(shard[:num_own], parcel, parts)
             own = shard[:num_own] if recut is None else recut.sent
-            summands = carrier.scatter(storage, own, parcel, tag)
-            # Separate messages: combining the two would halve their number but require adjacent
-            # memory.
-            flags = carrier.start_sum(trailer, tag + 2)
+            summands = carrier.scatter(storage, own, parcel, tag, trailer)
+            flags = summands.trailers or carrier.start_sum(trailer, tag + 2)
             if recut is not None:
                 carrier.expect_recut(recut, tag + 1)
             carrier.expect_sum(flags, tag + 3)
@@ -204,8 +202,10 @@ class Exchanges:
         # memory. A peer returns the mean of a part only after it has received the part, so the
         # memory of the part is free by then.
         means = carrier.prepare(sizes, messages[0].dtype, into=messages)
-        flags = None if trailer is None else carrier.start_sum(trailer, tag + 2)
-        summands = carrier.exchange(messages, tag)
+        summands = carrier.exchange(messages, tag, trailer)
+        flags = summands.trailers
+        if trailer is not None and flags is None:
+            flags = carrier.start_sum(trailer, tag + 2)
         carrier.receive(means, tag + 1)  # after these: an emulated link receives in order
         if flags is not None:
             carrier.expect_sum(flags, tag + 3)

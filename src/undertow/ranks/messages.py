@@ -56,6 +56,7 @@ class Arriving:
     held: list[Tensor]  # memory to give back when the messages have been read
     parts: Sequence[Tensor] = ()  # of a tensor, if ranks sum up a part each
     sums: list[Work] = field(default_factory=list)  # receives of these sums
+    trailers: "Arriving | None" = None  # that follow the messages
 
 
 @dataclass(frozen=True, slots=True)

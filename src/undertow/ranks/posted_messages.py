@@ -31,6 +31,9 @@ from undertow.ranks.threads import Worker
 from undertow.ranks.transport import OwnGroup
 
 _MOST_SENT_WHOLE = 1 << 14  # bytes of a tensor that a rank sends whole to all others, in all
+# Bytes of a message that is copied, so that a trailer can follow it: longer copies take more time
+# than a second message.
+_MOST_COPIED = 1 << 16
 _LEAST_PART = 8  # elements of a sum
 
 
@@ -101,11 +104,29 @@ class PostedMessages:
         """Returns True if the backend adds up, in its own order."""
         return False
 
-    def exchange(self, messages: Sequence[Tensor], tag: int) -> Arriving:
+    def exchange(
+        self, messages: Sequence[Tensor], tag: int, trailer: Tensor | None = None
+    ) -> Arriving:
         """Sends each rank its message, and receives one like this rank's own from each.
 
-        `tag` identifies the messages among those in flight.
+        `tag` identifies the messages among those in flight. A small `trailer` for all ranks follows
+        each message if that is small too: a copy takes less time than a second message.
         """
+        if trailer is None or not _may_follow(trailer, messages):
+            return self._exchange(messages, tag)
+        last = trailer.view(messages[0].dtype)
+        sizes = [message.numel() + last.numel() for message in messages]
+        memory = self.take(sum(sizes), last.dtype)
+        torch.cat([part for message in messages for part in (message, last)], out=memory)
+        arriving = self._exchange(torch.split(memory, sizes), tag)
+        numel = messages[self.group.rank].numel()
+        values = [message[:numel] for message in arriving.messages]
+        trailers = [message[numel:].view(trailer.dtype) for message in arriving.messages]
+        # The memory has both, and the trailers are read last.
+        held = [*arriving.held, memory]
+        return Arriving(values, arriving.works, [], trailers=Arriving(trailers, [], held))
+
+    def _exchange(self, messages: Sequence[Tensor], tag: int) -> Arriving:
         group, own = self.group.process_group, messages[self.group.rank]
         # Side by side, so that they are decoded at once.
         stride = round_up(own.numel(), ALIGN_BYTES)
@@ -117,14 +138,17 @@ class PostedMessages:
         works += self.group.send(messages, tag, group)
         return Arriving(received, works, [memory])
 
-    def scatter(self, storage: Tensor, own: Tensor, parcel: Parcel, tag: int) -> Arriving:
+    def scatter(
+        self, storage: Tensor, own: Tensor, parcel: Parcel, tag: int, trailer: Tensor
+    ) -> Arriving:
         """Sends each rank its part of `storage`, and receives the summands of this rank's part.
 
-        A backend that adds up itself may write their sum into `own`.
+        A backend that adds up itself may write their sum into `own`. The trailer is as in
+        `exchange`.
         """
         borrowed = Borrowed(self.take)
         messages = parcel.messages(storage, borrowed.take)
-        arriving = self.exchange(messages, tag)
+        arriving = self.exchange(messages, tag, trailer)
         arriving.held.extend(borrowed.tensors)
         return arriving
 
@@ -293,3 +317,17 @@ def _spread(tensor: Tensor, num_ranks: int, *, first: int) -> list[Tensor]:
     turn = first // 4 * len(parts) % num_ranks
     parts += [tensor[:0]] * (num_ranks - len(parts))
     return parts[-turn:] + parts[:-turn] if turn else parts
+
+
+def _may_follow(trailer: Tensor, messages: Sequence[Tensor]) -> bool:
+    """Returns True if the trailer may follow each of these messages, of all ranks, as a part of it.
+
+    All ranks find the same, because they know the sizes of all messages.
+    """
+    num_bytes, dtype = trailer.nbytes, messages[0].dtype
+    if not 0 < len(messages) * num_bytes <= _MOST_SENT_WHOLE:
+        return False
+    sizes = {message.nbytes for message in messages}
+    is_aligned = not any(size % trailer.itemsize for size in sizes)
+    has_dtype = dtype in (trailer.dtype, torch.uint8)
+    return has_dtype and is_aligned and max(sizes) <= _MOST_COPIED

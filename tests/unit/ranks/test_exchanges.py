@@ -420,13 +420,14 @@ def test_messages_of_any_length_are_decoded(kind: str, dtype: torch.dtype) -> No
 
 
 @in_ranks(2, 3)
-@pytest.mark.parametrize("most_sent_whole", [0, 1 << 20])
+@pytest.mark.parametrize(("most_whole", "most_copied"), [(0, 0), (1 << 20, 0), (1 << 20, 1 << 20)])
 @pytest.mark.parametrize("wire", [None, "int8"])
-def test_a_trailer_is_summed_up_whole_or_in_parts(wire: str | None, most_sent_whole: int) -> None:
+def test_a_trailer_is_summed_up_in_parts_or_whole_or_behind_messages(wire: str | None, most_whole: int, most_copied: int) -> None:
     """Several exchanges are in flight, of both kinds and with trailers of several sizes."""
+    limits = {"_MOST_SENT_WHOLE": most_whole, "_MOST_COPIED": most_copied}
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     started = []
-    with mock.patch.object(posted_messages, "_MOST_SENT_WHOLE", most_sent_whole), exchanging("posted") as exchanges:
+    with mock.patch.multiple(posted_messages, **limits), exchanging("posted") as exchanges:
         for index, num_flags in enumerate([1, 5, 60, 1000, 60, 5] * 2):
             numel = num_ranks * 512
             given = [noise(numel, step=index, rank=peer) for peer in range(num_ranks)]

@@ -5,16 +5,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from support.levels import some
-from support.unconnected import Network, Unconnected
+from support.models import noise
+from support.unconnected import Advanced, Network, Unconnected, advance
 from undertow.plan.facts import trailer_at
 from undertow.plan.layout import equal_parts, round_up
-from undertow.ranks.parcels import ALIGN_BYTES, Encoded
+from undertow.ranks import posted_messages
+from undertow.ranks.exchanges import Exchanges
+from undertow.ranks.parcels import ALIGN_BYTES, Encoded, FullWidth, Parcel
 from undertow.ranks.posted_messages import PostedMessages
 from undertow.wire import WIRES, BlockInt8
 
@@ -249,6 +253,56 @@ def test_owners_of_small_trailers_take_turns() -> None:
             carrier.share_sum(carrier.start_sum(torch.zeros(100), tag), tag + 1)
     mean = sum(network.num_bytes.values()) / num_ranks
     assert max(network.num_bytes.values()) <= 2.5 * mean
+
+
+Reduced = tuple[Network, list[Tensor], list[Tensor]]
+
+
+def reduced(num_ranks: int, parcel: Parcel, dtype: torch.dtype, *, with_shards: bool) -> Reduced:
+    """Reduces values of each rank with a trailer; returns the reduced ones of each rank, and its reduced trailer."""
+    network, reduced, trailers = Network(), list[Tensor](), list[Tensor]()
+    groups = [Advanced(network, rank, num_ranks) for rank in range(num_ranks)]
+    for group in groups:
+        part = parcel.parts[group.rank]
+        values = noise(parcel.parts[-1].stop, rank=group.rank).to(dtype)
+        trailers.append((torch.arange(60) % (group.rank + 2) == 0).to(dtype))
+        exchanges = Exchanges(PostedMessages(group), divisor=num_ranks)  # type: ignore[arg-type]
+        if with_shards:
+            reduced.append(torch.empty(len(part)))
+            exchanges.reduce_scatter(values, reduced[-1], parcel, trailer=trailers[-1])
+        else:
+            reduced.append(values)
+            exchanges.all_reduce(values, parcel, trailer=trailers[-1])
+    advance(network, groups)
+    return network, reduced, trailers
+
+
+@pytest.mark.parametrize("with_shards", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_a_small_trailer_follows_the_messages(wire: str | None, dtype: torch.dtype, with_shards: bool) -> None:
+    """It takes no further messages, and all bits are as if it had travelled separately. The last parts are shorter, or empty."""
+    num_ranks, num_parts = 6, 4
+    parts = equal_parts(num_ranks, BLOCK, stop=3 * BLOCK + 7)
+    parcel = FullWidth(parts) if wire is None else Encoded(WIRES[wire], dtype, 3 * BLOCK, parts)
+    network, found, trailers = reduced(num_ranks, parcel, dtype, with_shards=with_shards)
+    with mock.patch.object(posted_messages, "_MOST_COPIED", -1):
+        network_apart, wanted, trailers_apart = reduced(num_ranks, parcel, dtype, with_shards=with_shards)
+    total = sum((torch.arange(60) % (rank + 2) == 0).to(dtype) for rank in range(num_ranks))
+    assert all(torch.equal(trailer, total) for trailer in (*trailers, *trailers_apart))
+    assert all(map(equal_bits, found, wanted))
+    num_means = 0 if with_shards else num_parts * (num_ranks - 1)
+    num_apart = num_parts * (num_ranks - 1)
+    assert network.num_messages.total() == num_ranks * (num_ranks - 1) + num_means
+    assert network_apart.num_messages.total() == network.num_messages.total() + num_apart
+    assert network.num_bytes == network_apart.num_bytes
+
+
+@pytest.mark.parametrize(("numel", "num_messages"), [(1 << 14, 1), ((1 << 14) + 1, 2)])
+def test_no_trailer_follows_a_message_that_takes_long_to_copy(numel: int, num_messages: int) -> None:
+    parcel = FullWidth(equal_parts(2, numel, stop=2 * numel))
+    network, _, _ = reduced(2, parcel, torch.float32, with_shards=True)
+    assert network.num_messages == {0: num_messages, 1: num_messages}
 
 
 def test_empty_parts_are_not_sent() -> None:
