@@ -157,19 +157,17 @@ class Rounds:
             if stage is None:
                 return  # a signal handler has run it
             ending.stage = stage()
-            if ending.stage is None:
-                self._conclude(ending)
+            if ending.stage is not None:
+                return
+            if ending.kind is RoundKind.ACCUMULATE:
+                self._conclude_accumulation()
+            else:
+                self._judge(ending)
+            self._close()
         except BaseException:
             if self.now is ending:
                 self._close()
             raise
-
-    def _conclude(self, ended: Round) -> None:
-        if ended.kind is RoundKind.ACCUMULATE:
-            self._conclude_accumulation()
-        else:
-            self._judge(ended)
-        self._close()
 
     def _conclude_accumulation(self) -> None:
         hooks = self._current_plan.hooks
