@@ -1,13 +1,17 @@
 """python -m benchmarks.many_ranks: processor time of a step on many ranks of this machine, compared with torch DDP's.
 
-All threads of a process count: over gloo other threads send, receive, encode and add.
+All threads of a process count: over gloo other threads send, receive, encode and add. With --collectives, shards also travel by
+gloo's own reduce-scatter and all-gather, instead of direct messages.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from statistics import median
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,11 +21,13 @@ from torch import nn
 
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel, SyncConfig, shard_optimizer
+from undertow.ranks.group import BACKENDS, Abilities
 
 WIDTH, NUM_LAYERS, CAP_MB = 256, 6, 1.0  # 0.4 M parameters in two buckets
 NUM_ROUNDS, NUM_STEPS, NUM_FIRST_STEPS = 7, 8, 8
 TORCH = "torch DDP"
 SYSTEMS = (TORCH, "plain", "zero1", "int8")
+COLLECTIVES = "zero1, collectives"
 
 
 class Contender:
@@ -37,7 +43,7 @@ class Contender:
             wire = "int8" if name == "int8" else None
             self.model = DistributedDataParallel(model, config=SyncConfig(auto_tune=False, bucket_cap_mb=CAP_MB, wire=wire))
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
-        if name == "zero1":
+        if name in ("zero1", COLLECTIVES):
             self.optimizer = shard_optimizer(self.optimizer, self.model)
 
     def step(self) -> None:
@@ -45,41 +51,48 @@ class Contender:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def step_ms(self) -> float:
-        """Processor time of a step, of all threads."""
+    def step_ms(self) -> tuple[float, float]:
+        """Returns the processor time of a step, of all threads, and its whole time."""
         dist.barrier()
         self.step()
-        start_s = time.process_time()
+        start_s, began_s = time.process_time(), time.perf_counter()
         for _ in range(NUM_STEPS):
             self.step()
-        return (time.process_time() - start_s) / NUM_STEPS * 1e3
+        return (time.process_time() - start_s) / NUM_STEPS * 1e3, (time.perf_counter() - began_s) / NUM_STEPS * 1e3
 
 
-def measure(_rank: int) -> dict[str, float]:
-    """Returns the milliseconds of each system, a mean over ranks; systems take turns."""
-    contenders = {name: Contender(name) for name in SYSTEMS}
-    for contender in contenders.values():
-        for _ in range(NUM_FIRST_STEPS):
-            contender.step()
-    times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+def measure(_rank: int, systems: Sequence[str]) -> dict[str, list[float]]:
+    """Returns the milliseconds of each system, processor time and whole time, means over ranks; systems take turns."""
+    contenders: dict[str, Contender] = {}
+    for name in systems:
+        # What gloo can do is asked when a model is made, and at its first steps.
+        as_others = mock.patch.dict(BACKENDS, gloo=Abilities(average=True)) if name == COLLECTIVES else nullcontext()
+        with as_others:
+            contenders[name] = Contender(name)
+            for _ in range(NUM_FIRST_STEPS):
+                contenders[name].step()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
     for _ in range(NUM_ROUNDS):
         for name, contender in contenders.items():
             times[name].append(contender.step_ms())
-    medians = torch.tensor([median(times[name]) for name in SYSTEMS])
+    medians = torch.tensor([list(map(median, zip(*times[name], strict=True))) for name in systems])
     dist.all_reduce(medians, dist.ReduceOp.SUM)
-    return dict(zip(SYSTEMS, (medians / dist.get_world_size()).tolist(), strict=True))
+    return dict(zip(systems, (medians / dist.get_world_size()).tolist(), strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.many_ranks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=16, help="processes of this machine, 150 MB each (default: 16)")
-    num_ranks = parser.parse_args().ranks
-    found: dict[str, float] = run_ranks(measure, num_ranks)
-    table = Table(title=f"processor time of a step, mean of {num_ranks} ranks")
-    for heading in ("system", "ms", f"over {TORCH}"):
+    parser.add_argument("--collectives", action="store_true", help="also measure shards by gloo's own collectives")
+    given = parser.parse_args()
+    systems = (*SYSTEMS, COLLECTIVES) if given.collectives else SYSTEMS
+    found: dict[str, list[float]] = run_ranks(measure, given.ranks, systems)
+    table = Table(title=f"processor time of a step, mean of {given.ranks} ranks")
+    for heading in ("system", "ms", f"over {TORCH}", "whole step, ms"):
         table.add_column(heading, justify="left" if heading == "system" else "right")
-    for name, ms in found.items():
-        table.add_row(name, f"{ms:.2f}", f"{ms / found[TORCH]:.2f}")
+    of_torch, _ = found[TORCH]
+    for name, (ms, whole_ms) in found.items():
+        table.add_row(name, f"{ms:.2f}", f"{ms / of_torch:.2f}", f"{whole_ms:.2f}")
     Console().print(table)
 
 

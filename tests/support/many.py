@@ -4,7 +4,7 @@ PYTHONPATH=tests torchrun --nproc-per-node=64 -m support.many
 PYTHONPATH=tests torchrun --nproc-per-node=16 -m support.many save FOLDER
 PYTHONPATH=tests torchrun --nproc-per-node=24 -m support.many load FOLDER
 PYTHONPATH=tests torchrun --nproc-per-node=16 -m support.many files
-PYTHONPATH=tests torchrun --nproc-per-node=64 --monitor-interval=60 -m support.many kill FOLDER
+PYTHONPATH=tests python -c "from support import many; many.kill_one_of(64, 'FOLDER')"
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from support.outer import NaiveOuter
+from support.ranks import Ranks, RanksFailed
 from undertow import (
     DistributedDataParallel,
     Outer,
@@ -189,6 +190,12 @@ def print_open_files() -> None:
         print(f"{dist.get_world_size()} ranks, open files: {counts}", flush=True)
 
 
+def kill_one_of(num_ranks: int, folder: str) -> None:
+    """Starts ranks, one of which is killed. Not under torchrun, which would end the other ones."""
+    with Ranks(num_ranks) as ranks, contextlib.suppress(RanksFailed):  # of the killed one
+        ranks.run(kill, Path(folder), timeout_s=300.0)
+
+
 def kill(folder: Path) -> None:
     """Kills one rank before its backward. Rank 0 prints how long it takes until the last one of the others raises."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -239,9 +246,6 @@ def main() -> None:
                     print(f"{dist.get_world_size()} ranks, {name}: right", flush=True)
         case ["files"]:
             print_open_files()
-        case ["kill", folder]:
-            kill(Path(folder))
-            os._exit(0)  # the groups are broken
         case [verb, folder]:
             save_or_load(verb, Path(folder))
     dist.destroy_process_group()
