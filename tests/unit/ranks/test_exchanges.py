@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from itertools import count, takewhile
 from types import SimpleNamespace
@@ -55,6 +56,20 @@ def wait_with_a_handler(number: int) -> bool:
 
 def test_what_follows_the_work_is_done_for_a_signal_handler_that_waits_too() -> None:
     assert sum(takewhile(bool, map(wait_with_a_handler, count(1)))) > 5
+
+
+def fail_late() -> None:
+    raise TimeoutError("of a stage")
+
+
+def test_a_wait_for_a_thread_ends_with_its_time_or_with_the_error_of_the_work() -> None:
+    work = ThreadWork()
+    with pytest.raises(RuntimeError, match="time limit"):
+        work.wait(timedelta(milliseconds=1))
+    work.run(fail_late)
+    for limit in (None, timedelta(seconds=60)):
+        with pytest.raises(TimeoutError, match="of a stage"):
+            work.wait(limit)
 
 
 @contextlib.contextmanager
