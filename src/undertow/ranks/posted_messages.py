@@ -119,8 +119,10 @@ class PostedMessages:
         memory = self.take(sum(sizes), last.dtype)
         torch.cat([part for message in messages for part in (message, last)], out=memory)
         arriving = self._exchange(torch.split(memory, sizes), tag)
-        numel = messages[self.group.rank].numel()
+        own = messages[self.group.rank]
+        numel = own.numel()
         values = [message[:numel] for message in arriving.messages]
+        values[self.group.rank] = own  # a 16-bit trailer of a rank before may have moved the copy
         trailers = [message[numel:].view(trailer.dtype) for message in arriving.messages]
         # The memory has both, and the trailers are read last.
         held = [*arriving.held, memory]
