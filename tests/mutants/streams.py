@@ -35,7 +35,7 @@ class Removal(NamedTuple):
     why: str = ""
 
 
-EXCHANGES, COLLECTIVES = "ranks/exchanges.py", "ranks/backend_collectives.py"
+EXCHANGES, COLLECTIVES, DEVICE = "ranks/exchanges.py", "ranks/backend_collectives.py", "device.py"
 ONE_STREAM = "one stream allocates this memory and uses it"
 TOLD, USUAL = "device.to_host(self._memory.trailer[self._flags])", "torch.from_numpy(self._usual.copy())"
 REMOVALS = (
@@ -84,6 +84,7 @@ REMOVALS = (
     Removal("sync/handles.py", "            self._handle.wait()", "            pass"),
     Removal("ranks/agreement.py", "        handle.wait()\n        arrived", "        arrived"),
     Removal("ranks/agreement.py", "        handle.wait()\n        for index", "        for index"),
+    Removal("checkpoint/copies.py", "            device_of(place).synchronize()", "            pass"),
     Removal("by_hand/average.py", "    manager.wait_for_all()\n", ""),
     Removal("by_hand/average.py", "all_reduce_over(said, group).wait()", "all_reduce_over(said, group)"),
     Removal("by_hand/buckets.py", "        self.reduction_handle.wait()", "        pass"),
@@ -103,6 +104,13 @@ REMOVALS = (
     ),
     Removal("buckets/trailer.py", "return self.copied.query()", "return True"),
     Removal("buckets/recorder.py", "        stop.synchronize()\n", ""),
+    # The device layer itself
+    Removal(DEVICE, "torch.accelerator.current_stream(stream.device).wait_stream(stream)", "pass"),
+    Removal(DEVICE, "        event.record()", "        pass"),
+    Removal(DEVICE, "        tensor.record_stream(self.stream_of(tensor))", "        pass"),
+    Removal(DEVICE, "            torch.accelerator.set_stream(stream)", "            pass"),
+    Removal(DEVICE, "torch.accelerator.set_stream(before)", "pass"),
+    Removal(DEVICE, "        torch.accelerator.synchronize(self.place)", "        pass"),
     # Tensors that are held or kept for a stream
     Removal(EXCHANGES, "                carrier.give_back(summands.held)", "                pass"),
     Removal(EXCHANGES, "into=total)\n            carrier.give_back(summands.held)", "into=total)"),

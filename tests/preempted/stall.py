@@ -20,7 +20,7 @@ _NUM_SAVES, _NUM_STEPS = 5, 6
 
 
 def rank_measures(folder: Path, rank: Rank) -> dict[str, Any]:
-    """Returns the seconds of the copies, of the calls, and of steps without and with a save under way."""
+    """Returns the seconds of the copies, of the calls, of whole saves, and of steps without and with a save under way."""
     rank.meet()
     torch.set_num_threads(1)
     layers = [nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_NUM_LAYERS)]
@@ -36,9 +36,11 @@ def rank_measures(folder: Path, rank: Rank) -> dict[str, Any]:
 
     for _ in range(5):
         step()
-    found: dict[str, list[float]] = {"copy": [], "call": [], "without": [], "with": []}
+    found: dict[str, list[float]] = {"copy": [], "call": [], "save": [], "without": [], "with": []}
     for number in range(_NUM_SAVES):
-        found["without"] += [step() for _ in range(_NUM_STEPS)]
+        for _ in range(_NUM_STEPS):
+            found["without"].append(step())
+            _is_done_everywhere(is_done=False)  # as below: gathers continue meanwhile
         model.wait()
         tensors = [*own_tensors(optimizer), *(model.parameters() if rank.number == 0 else ())]
         start_s = time.perf_counter()
@@ -52,6 +54,7 @@ def rank_measures(folder: Path, rank: Rank) -> dict[str, Any]:
         assert save is not None
         while not _is_done_everywhere(save.is_done):
             found["with"].append(step())
+        found["save"].append(time.perf_counter() - start_s)
         save.wait()
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     return {"mb": num_bytes / 1e6, **{name: statistics.median(values) for name, values in found.items()}}
@@ -68,7 +71,7 @@ def measure() -> str:
     """Runs it with two ranks; returns a table."""
     with tempfile.TemporaryDirectory() as folder:
         ended = run_ranks(partial(rank_measures, Path(folder)), 2, patience_s=600)
-    lines = ["rank  copied MB  copy ms  call ms  call / slowest copy  step ms  step while writing ms"]
+    lines = ["rank  copied MB  copy ms  call ms  call / slowest copy  save ms  step ms  step while writing ms  longer %"]
     failed = [each.log for each in ended if "value" not in each.words]
     if failed:
         return "\n".join(failed)
@@ -77,6 +80,7 @@ def measure() -> str:
         of = each.words["value"]
         lines.append(
             f"{rank:4}  {of['mb']:9.1f}  {1e3 * of['copy']:7.1f}  {1e3 * of['call']:7.1f}  {of['call'] / slowest:19.2f}  "
-            f"{1e3 * of['without']:7.1f}  {1e3 * of['with']:21.1f}"
+            f"{1e3 * of['save']:7.1f}  {1e3 * of['without']:7.1f}  {1e3 * of['with']:21.1f}  "
+            f"{100 * (of['with'] / of['without'] - 1):8.1f}"
         )
     return "\n".join(lines)

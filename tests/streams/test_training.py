@@ -29,6 +29,7 @@ from undertow import (
     average_gradients,
     clip_grad_norm_,
 )
+from undertow.checkpoint.copies import Copies, CopyMemory
 
 pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "zero1", "zero2"]
@@ -607,6 +608,15 @@ def test_steps_may_run_on_another_stream_than_forwards(strategy: str, settings: 
                 it.optimizer.step()
             it.checker.record(stream).wait()
         it.model.wait()
+
+
+@in_ranks(2)
+def test_copies_for_a_save_may_be_read_when_they_are_made() -> None:
+    with checked():
+        copies = Copies(CopyMemory())
+        copies.add("file", ({"tensor": torch.ones(WIDTH, device="cpu:0")}, {}))
+        tensors, _ = copies.files["file"]
+        assert tensors["tensor"].tolist() == [1.0] * WIDTH
 
 
 ELSEWHERE = """parameter '{}' is on cpu, and the model was wrapped on cpu:0.

@@ -26,6 +26,7 @@ from torch import nn
 import undertow.lab.demo.rank
 import undertow.sync.group_sync
 from undertow import GradientSync, ShardedOptimizer, SyncConfig
+from undertow import device as device_layer  # noqa: F401  # for tests
 from undertow.buckets.bucket import Shared
 from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket

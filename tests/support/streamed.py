@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support import programs
-from support.inside import BACKENDS, MAKERS, Abilities, Accelerator, Host
+from support.inside import BACKENDS, MAKERS, Abilities, Accelerator, Host, device_layer
 from support.naive import of_all
 from support.programs import Program
 from support.sharded import mesh_of, optimizer_for
-from support.streams import Checker, Stream
+from support.streams import Checker, Event
 from support.streams.backend import BACKEND
 from undertow import DistributedDataParallel, SyncConfig
 
@@ -34,35 +34,11 @@ def on_device(tensor: Tensor) -> Tensor:
 
 
 class Logical(Accelerator):
-    """The device layer's accelerator, with the streams of a checker."""
+    """The device layer's accelerator. Only the memory of its copies is not as on a device: to pin some takes a driver."""
 
     def __init__(self, place: torch.device, checker: Checker) -> None:
         super().__init__(place)
-        self.checker = checker
-
-    def new_stream(self) -> Any:
-        return self.checker.new_stream()
-
-    def use(self, stream: Any) -> AbstractContextManager[None]:
-        assert isinstance(stream, Stream)
-        return self.checker.use(stream)
-
-    def stream_of(self, tensor: Tensor) -> Any:
-        return self.checker.current
-
-    def wait_for(self, streams: Iterable[Any]) -> None:
-        for stream in streams:
-            self.checker.record(stream).wait()
-
-    def record(self, *, timed: bool = False) -> Any:
-        return self.checker.record()
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        self.checker.keep(tensor)
-        return tensor
-
-    def synchronize(self) -> None:
-        self.checker.synchronize()
+        self._checker = checker
 
     def to_device(self, values: Sequence[float] | Tensor, dtype: torch.dtype) -> Tensor:
         return on_device(torch.as_tensor(values, dtype=dtype))
@@ -71,7 +47,23 @@ class Logical(Accelerator):
         return tensor.to("cpu", non_blocking=True)
 
     def memory_on_host(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return self._checker.place_tensor(torch.empty(num_bytes, dtype=torch.uint8), is_device=False)
+
+
+def torch_of(checker: Checker) -> SimpleNamespace:
+    """Returns torch with the streams and events of a checker, for the device layer."""
+    accelerator = SimpleNamespace(
+        current_stream=lambda _place: checker.current,
+        set_stream=checker.switch,
+        device_index=contextlib.nullcontext,
+        synchronize=lambda _place: checker.synchronize(),
+    )
+    own = {
+        "Stream": lambda _place: checker.new_stream(),
+        "Event": lambda _place, *, enable_timing: Event(checker, {}, []),  # it is not recorded yet
+        "accelerator": accelerator,
+    }
+    return SimpleNamespace(**vars(torch) | own)
 
 
 @contextlib.contextmanager
@@ -82,7 +74,8 @@ def checked(*, lag: int | None = 1) -> Iterator[Checker]:
         def device(place: torch.device) -> Any:
             return Host(place) if place.index is None else Logical(place, checker)
 
-        with mock.patch.dict(MAKERS, {"cpu": device}):
+        over_streams = mock.patch.object(device_layer, "torch", torch_of(checker))
+        with mock.patch.dict(MAKERS, {"cpu": device}), over_streams:
             yield checker
 
 

@@ -73,7 +73,7 @@ class Loading:
             "load_checkpoint(path, model).",
             error=CheckpointError,
         )
-        if not self._ranks.gather_at_place:
+        if not self._ranks.gathers_at_place:
             return ""  # a message would bring the bytes of all places to each rank
         opened, shared = self._opened, self._replicated
         if self._has_replicas:  # each has its own model, and state of the optimizer

@@ -158,20 +158,20 @@ class CheckpointRanks:
         return [text.removeprefix(_DONE) for text in of_ranks]
 
     @property
-    def gather_at_place(self) -> bool:
+    def gathers_at_place(self) -> bool:
         """True if a message reaches the ranks at this place and no others."""
         is_axis = self.axis is not None and list(self.axis.names) == list(self.own)
         return len(self.of_places) == 1 or is_axis
 
     def gathered(self, mine: Tensor) -> Tensor:
         """Returns the bytes of every rank at this place, as many of each, on the host; if ranks
-        `gather_at_place`.
+        `gathers_at_place`.
 
         [number of ranks, bytes]
         """
         group = self.group
         if len(self.of_places) > 1:
-            assert self.axis is not None  # see `gather_at_place`
+            assert self.axis is not None  # see `gathers_at_place`
             group = self.axis.process_group
         assert group is not None  # there are several ranks
         with over_users(self.group):

@@ -41,8 +41,8 @@ def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> Phase
 def told_to_places(group: OwnGroup) -> Iterator[None]:
     """Context for errors of the data axis `group`: on a mesh, the other places raise them too.
 
-    No rank of the mesh can continue after it. So a backward that has failed is not among them:
-    `Checks.tell_places` tells it, and the next step may succeed.
+    No rank of the mesh can continue after it. A backward that has failed is not told here, because
+    the next step may succeed: `Checks.report_to_places` tells it.
     """
     try:
         yield

@@ -204,7 +204,7 @@ class Checks:
             was_loaded=self.loads.are_here,
         )
 
-    def tell_places(
+    def report_to_places(
         self, ended: Round, *, is_sound: bool, then: Callable[..., object] | None
     ) -> None:
         """Called on a mesh after every synchronization, also one that has failed: ranks at all

@@ -47,7 +47,7 @@ class Rounds:
         self._progress, self._checks = progress, checks
         self._recorder, self._end = recorder, end
         self._is_on_mesh = current_plan.group.is_on_mesh
-        self._is_counted_later = self._is_on_mesh and current_plan.group.hardware.is_host
+        self._counts_after_places = self._is_on_mesh and current_plan.group.hardware.is_host
 
     def begin(self, kind: RoundKind, *, is_last: bool, op: str | None = None) -> None:
         """Begins a round, and starts it unless the plan is about to change.
@@ -206,8 +206,12 @@ class Rounds:
         if self._checks.every is not None or found.readings:
             self._checks.round_was_sound(ended)
         if self._is_on_mesh:
-            self._tell_places(ended, is_sound=True)
-        if not self._is_counted_later and hooks.tuning is not None and not hooks.tuning.has_settled:
+            self._report_to_places(ended, is_sound=True)
+        if (
+            not self._counts_after_places
+            and hooks.tuning is not None
+            and not hooks.tuning.has_settled
+        ):
             self._moves.round_was_sound(self._progress.num_forwards_before)
 
     def _require_sound(self, ended: Round) -> None:
@@ -232,18 +236,18 @@ class Rounds:
         """
         self._forget_window()
         if self._is_on_mesh:
-            self._tell_places(ended, is_sound=False)
+            self._report_to_places(ended, is_sound=False)
 
     def _forget_window(self) -> None:
         tuning = self._current_plan.hooks.tuning
         if tuning is not None:
             tuning.forget_window()
 
-    def _tell_places(self, ended: Round, *, is_sound: bool) -> None:
+    def _report_to_places(self, ended: Round, *, is_sound: bool) -> None:
         """Starts to tell the other places of a mesh how the round has ended."""
         number = self._progress.num_forwards_before
-        then = partial(self._places_have_told, number) if self._is_counted_later else None
-        self._checks.tell_places(ended, is_sound=is_sound, then=then)
+        then = partial(self._places_have_told, number) if self._counts_after_places else None
+        self._checks.report_to_places(ended, is_sound=is_sound, then=then)
 
     def _places_have_told(self, num_forwards: int, *, is_sound: bool) -> None:
         """Called on the host of a mesh, before the step, when it is known if the round was sound at

@@ -84,7 +84,7 @@ class BackendCollectives:
     def exchange(
         self, messages: Sequence[Tensor], tag: int, trailer: Tensor | None = None
     ) -> Arriving:
-        """Exchanges messages without the trailer, which the backend adds up."""
+        """Exchanges messages. Does not send the trailer: the caller sums it."""
         num_ranks, rank = len(messages), self.group.rank
         rooms = aligned_sizes([message.numel() for message in messages])
         sent = messages[0].new_zeros(sum(rooms))

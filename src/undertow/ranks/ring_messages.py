@@ -1,4 +1,4 @@
-"""The kinds of messages that ranks send each other beside the collectives.
+"""The kinds of messages that ranks send each other alongside the collectives.
 
 `watch` and `inquiry` have a table each: who sends a message, when, and what a rank does with it.
 """

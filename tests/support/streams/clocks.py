@@ -16,6 +16,8 @@ Clock = dict["Stream", int]  # a number of operators for each stream
 class Stream:
     """A logical stream. Its clock counts its own operators, and those of others that have run for certain before its next one."""
 
+    device = "cpu:0"  # as a stream of torch has one
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: Clock = {self: 0}
@@ -27,6 +29,10 @@ class Stream:
         """What runs here from now on runs after all of `clock`."""
         for stream, count in clock.items():
             self.clock[stream] = max(count, self.clock.get(stream, 0))
+
+    def wait_stream(self, other: Stream) -> None:
+        """As a stream of torch: what runs here from now on runs after all that the other one has."""
+        self.follows(other.clock)
 
     def is_behind(self, access: Access) -> bool:
         return self.clock.get(access.stream, 0) >= access.count
@@ -87,6 +93,11 @@ class Event:
     clock: Clock
     frames: Frames
     num_queries: int = 0
+
+    def record(self) -> None:
+        """Makes it an event of this moment of the current stream."""
+        event = self.checker.record()
+        self.clock, self.frames = event.clock, event.frames
 
     def wait(self, stream: Stream | None = None) -> None:
         """Makes a stream, by default the current one, wait; the host does not."""
