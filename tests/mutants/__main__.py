@@ -14,6 +14,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=80, help="of mutants (default: %(default)s)")
     parser.add_argument("--most", type=int, default=40, help="tests for a mutant (default: %(default)s)")
+    parser.add_argument("--count", action="store_true", help="fork: run all tests that reach a mutant, and count those that fail")
     parser.add_argument("--retry", action="store_true", help="run those again that have survived")
     parser.add_argument("-j", "--jobs", type=int, default=1)
     it, pytests = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
@@ -49,7 +51,7 @@ def main() -> None:
             done = {Mutant(**row["mutant"]) for row in rows(it.results) if row["failure"] or not it.retry}
             left = [mutant for row in rows(it.mutants) if (mutant := Mutant(**row)) not in done and mutant.line_in(it.root)]
             if it.verb == "fork":
-                forks = Forks(it.root, left, partial(tell, it.results), most=it.most, jobs=it.jobs)
+                forks = Forks(it.root, left, partial(tell, it.results), most=it.most, jobs=it.jobs, counts=it.count)
                 pytest.main(["-q", "-s", *pytests], plugins=[forks])
                 return
             for row in run(it.root, it.reach, left, pytests, most=it.most, jobs=it.jobs):
@@ -71,6 +73,10 @@ def table(results: Path) -> None:
     num_alike = sum(mutant.change in reasons for mutant in uncaught)
     print(f"{len(of_suite)} mutants: {len(of_suite) - len(uncaught)} caught, {num_alike} change nothing,", end=" ")
     print(f"{len(uncaught) - num_alike} survive")
+    counts = [(len(row["failing"]), row["tried"]) for row in of_suite.values() if row.get("failing")]
+    if counts:
+        failing, tried = (median(numbers) for numbers in zip(*counts, strict=True))
+        print(f"In the median {failing:g} of {tried:g} tests fail for a mutant that is caught.")
     for mutant, row in uncaught.items():
         why = reasons.get(mutant.change, f"survives {row['tried']} of {row['reaching']} tests")
         print(f"- {mutant.place}, `{mutant.before.strip()}` -> `{mutant.after.strip()}`: {why}")

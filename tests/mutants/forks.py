@@ -8,11 +8,14 @@ import gc
 import json
 import os
 import resource
+import signal
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -24,13 +27,20 @@ from mutants.places import Mutant
 from mutants.running import Row, in_turns
 
 LIMIT_S = 60  # of processor time, for all tests of a mutant
+TEST_LIMIT_S, HANG_S = 10, 60  # of processor time, and of time, for one test if they are counted
 
 
 class Forks:
-    """A pytest plugin that runs, instead of all tests, those that reach a mutant; `tell` gets its row."""
+    """A pytest plugin that runs, instead of all tests, those that reach a mutant until one fails; `tell` gets its row.
 
-    def __init__(self, root: Path, mutants: Sequence[Mutant], tell: Callable[[Row], object], *, most: int, jobs: int) -> None:
-        self._root, self._mutants, self._tell, self._most, self._jobs = root, mutants, tell, most, jobs
+    If it counts, it runs all tests that reach a mutant, each in a fork, and the row has those that fail.
+    """
+
+    def __init__(
+        self, root: Path, mutants: Sequence[Mutant], tell: Callable[[Row], object], *, most: int, jobs: int, counts: bool
+    ) -> None:
+        self._root, self._mutants, self._tell = root, mutants, tell
+        self._most, self._jobs, self._counts = most, jobs, counts
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -41,14 +51,17 @@ class Forks:
         def row(number: int, mutant: Mutant) -> Row:
             costs = {test: seconds / (1 + caught[test]) for test, seconds, hits in recorded if number in hits}
             tests = in_turns(costs)
-            tried = [items[test] for test in tests[: self._most]]
+            tried = [items[test] for test in (tests if self._counts else tests[: self._most])]
             began_s = time.monotonic()
-            test, code = in_fork(lambda: self._first_failure(mutant, tried))
+            found, code = in_fork(lambda: self._failing(mutant, tried))
+            failing = found or []
+            test = failing[0] if failing else ""
             caught[test] += 1
             failure = f"{code}: {test}" if test or code else ""
             seconds = round(time.monotonic() - began_s, 1)
             about_tests = {"unstable": [], "seconds": seconds, "reaching": len(tests), "tried": len(tried)}
-            return {"mutant": mutant._asdict(), "test": test or "", "failure": failure} | about_tests
+            counted = {"failing": failing} if self._counts else {}
+            return {"mutant": mutant._asdict(), "test": test, "failure": failure} | about_tests | counted
 
         with ThreadPoolExecutor(self._jobs) as pool:
             for done in pool.map(row, range(len(self._mutants)), self._mutants):
@@ -69,18 +82,31 @@ class Forks:
         for test, item in items.items():
             hits.clear()
             began_s = time.process_time()
-            if not any(report.failed for report in runtestprotocol(item, log=False)):
+            if not fails(item):
                 recorded.append((test, time.process_time() - began_s, sorted(hits)))
         return recorded
 
-    def _first_failure(self, mutant: Mutant, items: list[pytest.Item]) -> str:
+    def _failing(self, mutant: Mutant, items: list[pytest.Item]) -> list[str]:
+        """Returns the first test that fails, or all."""
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
         path = (self._root / mutant.file).resolve()
         lines = path.read_text(encoding="utf-8").splitlines()
         lines[mutant.line_in(self._root) - 1] = mutant.after
         exchange_code(path, compile("\n".join(lines), str(path), "exec"))
-        failing = (item.nodeid for item in items if any(report.failed for report in runtestprotocol(item, log=False)))
-        return next(failing, "")
+        if self._counts:
+            return [item.nodeid for item in items if in_fork(partial(fails_in_time, item))[0] is not False]
+        return list(islice((item.nodeid for item in items if fails(item)), 1))
+
+
+def fails(item: pytest.Item) -> bool:
+    return any(report.failed for report in runtestprotocol(item, log=False))
+
+
+def fails_in_time(item: pytest.Item) -> bool:
+    """Ends this process if the test runs for too long, or hangs."""
+    resource.setrlimit(resource.RLIMIT_CPU, (TEST_LIMIT_S, TEST_LIMIT_S))
+    signal.alarm(HANG_S)
+    return fails(item)
 
 
 def in_fork(call: Callable[[], Any]) -> tuple[Any, int]:
