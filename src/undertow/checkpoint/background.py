@@ -18,7 +18,6 @@ from pathlib import Path
 
 from undertow.checkpoint import files
 from undertow.checkpoint.copies import Copies
-from undertow.checkpoint.pace import Pace
 from undertow.checkpoint.statuses import Statuses
 from undertow.errors import CheckpointError
 from undertow.ranks import faults
@@ -70,7 +69,6 @@ class BackgroundSave:
         self._error: str | None = None  # None: not known yet; else the text, empty after success
         self._is_told = False  # `wait` has raised the error
         self._has_ended = threading.Event()
-        self._pace = Pace()
         self._thread = threading.Thread(target=self._run, name="undertow-save")
         self._thread.start()
 
@@ -80,8 +78,8 @@ class BackgroundSave:
         return self._has_ended.is_set()
 
     def wait(self) -> None:
-        """Waits until the checkpoint is complete on the disk. Meanwhile its thread does not
-        rest. Never communicates: a single rank may call it.
+        """Waits until the checkpoint is complete on the disk. Never communicates: a single rank may
+        call it.
 
         Raises:
             CheckpointError: If the save has failed on any rank, or if nothing has been written for
@@ -94,7 +92,6 @@ class BackgroundSave:
 
     def ended(self) -> str:
         """Waits for the end; returns the error, or nothing."""
-        self._pace.hurry()
         while not self._has_ended.wait(_LOOK_S[1]):
             still_s = time.monotonic() - self._progress_s
             if still_s > self._task.limit_s:
@@ -184,7 +181,6 @@ class BackgroundSave:
         return ""
 
     def _write(self) -> None:
-        self._pace.begin()
         for name, (tensors, texts) in self._copies.files.items():
             self._does = f"writes {name}"
             files.write_tensors(self._task.statuses.folder / name, tensors, texts, note=self._note)
@@ -194,7 +190,6 @@ class BackgroundSave:
         self._progress_s = time.monotonic()
         with suppress(OSError):
             self._task.statuses.note_progress()
-        self._pace.rest()
 
     def _drop(self) -> None:
         """Removes this rank's files, unless the checkpoint is complete: on a full disk the other
