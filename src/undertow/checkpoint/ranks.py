@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -182,12 +183,9 @@ class CheckpointRanks:
         if self.group is None:
             return [text]
         with over_users(self.group, waits_for):
-            texts = gather_bytes(text.encode(), self._all_gather, self.device)
+            gather = partial(all_gather_over, group=self.group)
+            texts = gather_bytes(text.encode(), gather, self.device)
         return [text.decode() for text in texts]
-
-    def _all_gather(self, tensor: Tensor) -> Tensor:
-        assert self.group is not None  # there are several ranks
-        return all_gather_over(tensor, self.group)
 
 
 def _axis_of(

@@ -134,7 +134,7 @@ class OuterAxis:
             divisor=self._group.num_ranks,
         )
         self._messages: dict[tuple[int, int, torch.dtype], _Message] = {}
-        self._told: deque[_Told] = deque()  # of earlier reductions, on a device
+        self._told: deque[_ReducedNumbers] = deque()  # of earlier reductions, on a device
         # of each module, the elements of its parameters in a message
         self._numels = [
             [numel for group in fsdp.param_groups(part) for numel in fsdp.numels_of(group)]
@@ -276,7 +276,7 @@ class OuterAxis:
         group.hardware.keep(values)  # torch may drop them when this returns
         if isinstance(group.hardware, Accelerator):
             reduced, copied = group.hardware.to_host(trailer), group.hardware.record()
-            self._told.append(_Told(index, values.numel(), reduced, copied))
+            self._told.append(_ReducedNumbers(index, values.numel(), reduced, copied))
         elif not self._is_alike(numbers, trailer):
             raise self._in_another_order(index, values.numel())
         message.unpack(sent, values)
@@ -330,7 +330,7 @@ class OuterAxis:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Told:
+class _ReducedNumbers:
     """The numbers of a reduction on their way from a device to the host."""
 
     index: int  # of the module

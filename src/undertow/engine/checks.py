@@ -126,7 +126,7 @@ def has_bits(param: Tensor) -> bool:
     return (type(param) is nn.Parameter or is_part) and is_dense
 
 
-class _Told(NamedTuple):
+class _PlaceReport(NamedTuple):
     """A rank's message to all places of a mesh about a synchronization."""
 
     order: int  # digest of the names of redistributed gradients, as they arrived
@@ -220,7 +220,7 @@ class Checks:
         is_told = group.hardware.is_host or number < _NUM_FIRST_ORDERS
         if group.is_broken or not (is_told or number % _ORDERS_EVERY == 0):
             return
-        told = _Told(
+        told = _PlaceReport(
             order=digest_of_names(order),
             axis=digest_of_names(map(str, placements.axis)),
             is_stopping=self._do_places_stop and self.stop.is_pending,
@@ -244,7 +244,7 @@ class Checks:
         then: Callable[..., object] | None,
     ) -> UndertowError | None:
         group = self._current_plan.group
-        rows = [_Told(*row) for row in received.result().tolist()]
+        rows = [_PlaceReport(*row) for row in received.result().tolist()]
         if self._do_places_stop:
             self.stop.told_elsewhere(is_told=any(row.is_stopping for row in rows))
         failed = [rank for rank, row in enumerate(rows) if row.has_failed]
@@ -304,7 +304,7 @@ def digest_of_names(names: Iterable[str]) -> int:
 
 
 def _other_order(
-    everyone: OwnGroup, order: Sequence[str], rows: Sequence[_Told], number: int
+    everyone: OwnGroup, order: Sequence[str], rows: Sequence[_PlaceReport], number: int
 ) -> Desync | None:
     """Returns the error if gradients have arrived in different orders on ranks of one axis: the
     same on every rank of the mesh."""

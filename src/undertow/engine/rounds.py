@@ -207,12 +207,8 @@ class Rounds:
             self._checks.round_was_sound(ended)
         if self._is_on_mesh:
             self._report_to_places(ended, is_sound=True)
-        if (
-            not self._counts_after_places
-            and hooks.tuning is not None
-            and not hooks.tuning.has_settled
-        ):
-            self._moves.round_was_sound(self._progress.num_forwards_before)
+        if not self._counts_after_places:
+            self._count(self._progress.num_forwards_before)
 
     def _require_sound(self, ended: Round) -> None:
         """Raises the error that the ranks have agreed on, if there is one."""
@@ -252,11 +248,16 @@ class Rounds:
     def _places_have_told(self, num_forwards: int, *, is_sound: bool) -> None:
         """Called on the host of a mesh, before the step, when it is known if the round was sound at
         all places: only then it counts, because these choose plans together."""
-        tuning = self._current_plan.hooks.tuning
-        if not is_sound:
+        if is_sound:
+            self._count(num_forwards)
+        else:
             self._progress.gradients = Gradients.INCOMPLETE
             self._forget_window()
-        elif tuning is not None and not tuning.has_settled:
+
+    def _count(self, num_forwards: int) -> None:
+        """Counts a sound round for the choice of a plan, until that is over."""
+        tuning = self._current_plan.hooks.tuning
+        if tuning is not None and not tuning.has_settled:
             self._moves.round_was_sound(num_forwards)
 
     def finish(self) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 from undertow.errors import ConfigError, require
 from undertow.foreign import parsed_json
+from undertow.shown import counted
 from undertow.trace.record import CODING, COMPUTE, Event, StepRecord, wires_of
 from undertow.whole_file import require_folder, write_whole
 
@@ -177,10 +178,6 @@ def _may_be_trace(path: Path) -> bool:
         return True  # reading it tells why
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def merge(folder: Path, out: Path) -> str:
     """Merges the traces of ranks in `folder` and below it into the file `out`; returns a text of
     merged and missing traces.
@@ -224,7 +221,7 @@ def merge(folder: Path, out: Path) -> str:
             events.append(event)
     ranks = {trace[KEY]["rank"] for _, trace in traces}
     missing = sorted({rank for _, trace in traces for rank in trace[KEY]["ranks"]} - ranks)
-    note = f"{_counted(len(traces), 'trace')} of {_counted(len(ranks), 'rank')}"
+    note = f"{counted(len(traces), 'trace')} of {counted(len(ranks), 'rank')}"
     if missing:
         of_ranks = "rank" if len(missing) == 1 else "ranks"
         note += f"; no traces of {of_ranks} {', '.join(map(str, missing))}"

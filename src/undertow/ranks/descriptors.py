@@ -3,6 +3,8 @@ connection."""
 
 import os
 
+from undertow.shown import counted
+
 _SPARE = 16  # for files that other code opens meanwhile
 _OPEN_FILES = "/proc/self/fd"
 _LAZY, _YES = "TORCH_GLOO_LAZY_INIT", ("y", "yes", "1", "t", "true")  # as torch reads it
@@ -19,11 +21,10 @@ def why_too_few(num_ranks: int, *, rank: int) -> str:
     needed = num_ranks - 1
     if limit is None or num_open + needed + _SPARE <= limit or connects_late():
         return ""
-    connections = "1 connection" if needed == 1 else f"{needed} connections"
     enough = 1 << (num_open + 4 * num_ranks + _SPARE).bit_length()
     return (
         f"rank {rank} may open {limit} files, of which {num_open} are open, and a process group of "
-        f"{num_ranks} ranks needs {connections} in each process.\n"
+        f"{num_ranks} ranks needs {counted(needed, 'connection')} in each process.\n"
         "Raise the limit in the shell that starts the ranks, on every node: "
         f"`ulimit -n {enough}`."
     )
