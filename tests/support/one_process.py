@@ -41,7 +41,7 @@ from undertow.buckets import comm_hook, reducer
 from undertow.buckets.trailer import Reading
 from undertow.device import device_of
 from undertow.engine import current_plan, step_events
-from undertow.engine.round import Round
+from undertow.engine.round import Round, Terms
 from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import accumulation_dtype
@@ -553,13 +553,13 @@ def decides(
 def fails_to_start(sync: GradientSync) -> None:
     """The next round fails before it has a plan, as one that runs out of memory there."""
     engine = sync._engine
-    start = engine.rounds._start
+    terms = engine.rounds._terms
 
-    def fail_once(_begun: Round) -> None:
-        engine.rounds._start = start  # type: ignore[method-assign]
+    def fail_once(_begun: Round) -> Terms:
+        engine.rounds._terms = terms  # type: ignore[method-assign]
         raise ZeroDivisionError
 
-    engine.rounds._start = fail_once  # type: ignore[method-assign]
+    engine.rounds._terms = fail_once  # type: ignore[method-assign, assignment]
 
 
 def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:

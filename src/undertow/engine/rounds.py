@@ -16,7 +16,7 @@ from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import OutermostEnd, users_hooks
 from undertow.engine.moves import Moves
 from undertow.engine.progress import Gradients, Progress
-from undertow.engine.rebuild import rebuild, require_changed_alike, tell_of_change
+from undertow.engine.rebuild import hear_of_change, rebuild, require_changed_alike, tell_of_change
 from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.errors import UndertowError
 from undertow.plan.facts import Fact
@@ -27,7 +27,7 @@ class Rounds:
     """Rounds one after the other; `now` is the one under way.
 
         begin ──> end_backward ──> send ──> wait, bind ──> _judge
-                  └─ if the plan changes: tell of it ──> rebuild ──> send ──> ...
+                  └─ if the plan changes: tell of it ──> hear of it, rebuild ──> send ──> ...
 
     `advance` runs the next stage, and `finish` all that are left. `Round` explains stages. `end`
     detects the end of the backward that a round belongs to.
@@ -76,13 +76,17 @@ class Rounds:
         self.now = begun
         self._recorder.backward_begins(generation=current_plan.compiled.generation)
         if current_plan.change is None:
-            self._start(begun)
+            begun.start(current_plan.compiled, current_plan.hooks, self._terms(begun))
 
-    def _start(self, begun: Round) -> None:
-        """Starts the round under the plan in force."""
+    def _terms(self, begun: Round, *, is_leaving: bool = False) -> Terms:
+        """Returns the conditions of a round that starts now.
+
+        `is_leaving`: they are for the round before it, which tells of a change of the plan.
+        """
         current_plan, progress, checks = self._current_plan, self._progress, self._checks
         hooks, steps = current_plan.hooks, progress.steps
-        is_telling = begun.kind is RoundKind.REDUCE
+        # the round after that one tells the settings
+        is_telling = begun.kind is RoundKind.REDUCE and not is_leaving
         is_stopping = checks.stop.is_heard_of and checks.stop.is_told
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
@@ -91,7 +95,7 @@ class Rounds:
             or checks.must_be_read(progress.num_rounds)
             or (hooks.tuning is not None and hooks.tuning.communicates_next)
         )
-        terms = Terms(
+        return Terms(
             number=progress.num_rounds,
             mode=None if begun.kind is RoundKind.SHADOW else steps.mode,
             settings=steps.settings,
@@ -101,7 +105,6 @@ class Rounds:
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
         )
-        begun.start(current_plan.compiled, hooks, terms)
 
     def end_backward(self, ending: Round) -> None:
         """Called when its backward has ended: chooses the first stage."""
@@ -124,17 +127,20 @@ class Rounds:
     def _tell_of_change(self, ending: Round) -> Stage:
         """Sends the buckets of the plan in force."""
         plans, progress = self._current_plan, self._progress
-        mode = None if ending.kind is RoundKind.SHADOW else progress.steps.mode
-        terms = Terms(number=progress.num_rounds, mode=mode)
         is_reduced = plans.compiled.strategy.reduces_micro_batches and progress.has_accumulated
+        terms = self._terms(ending, is_leaving=True)
         told = tell_of_change(plans, terms, has_shards=is_reduced)
         return partial(self._rebuild, ending, told)
 
     def _rebuild(self, ending: Round, told: Round) -> Stage:
-        """Leaves the plan in force with all ranks. This counts as a synchronization, even if the
-        ranks have changed differently: a rank without a change has run one."""
+        """Leaves the plan in force with all ranks, after the round `told`. That is a
+        synchronization like others, even if the ranks have changed differently: its findings are
+        kept, and its errors are raised."""
         progress = self._progress
         try:
+            hear_of_change(self._current_plan, told)
+            self._checks.round_ends(told)
+            self._require_sound(told)
             rebuild(self._current_plan, told)
         except BaseException:
             progress.round_ends(has_failed=True, is_last=ending.is_last)
@@ -147,7 +153,8 @@ class Rounds:
     def _start_late(self, ending: Round) -> Stage:
         """Starts the round under the plan in force and sends it at once: other engines may wait for
         that."""
-        self._start(ending)
+        current_plan = self._current_plan
+        ending.start(current_plan.compiled, current_plan.hooks, self._terms(ending))
         return ending.send()
 
     def advance(self, ending: Round) -> None:
@@ -182,9 +189,8 @@ class Rounds:
         """
         current_plan, found = self._current_plan, ended.found
         self._recorder.round_ends(found.busy_ms)
-        stop = self._checks.stop
-        if found.readings or stop.grace_s is not None:
-            stop.round_ends(found)  # first: all ranks are told, also of a failed round
+        if found.readings or self._checks.stop.grace_s is not None:
+            self._checks.round_ends(ended)  # first: all ranks are told, also of a failed round
         hooks, plan = current_plan.hooks, ended.compiled.plan
         unused = hooks.names_of(plan, found.unused) if any(found.unused.values()) else ()
         self._progress.round_ends(has_failed=ended.has_failed, is_last=ended.is_last)
