@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from typing import assert_never
 
 from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.recorder import Recorder
@@ -29,8 +30,8 @@ class Rounds:
         begin ──> end_backward ──> send ──> wait, bind ──> _judge
                   └─ if the plan changes: tell of it ──> hear of it, rebuild ──> send ──> ...
 
-    `advance` runs the next stage, and `finish` all that are left. `Round` explains stages. `end`
-    detects the end of the backward that a round belongs to.
+    `advance` runs the next `Stage`, and `finish` all that are left. `end` detects the end of the
+    backward that a round belongs to.
     """
 
     def __init__(
@@ -109,34 +110,65 @@ class Rounds:
     def end_backward(self, ending: Round) -> None:
         """Called when its backward has ended: chooses the first stage."""
         self._recorder.backward_ends()
-        if ending.has_started:
-            first: Stage = ending.send
-        elif ending.kind is RoundKind.ACCUMULATE:
-            first = _leaves_gradients
-        else:
-            first = self._first_stage(ending)
-        ending.backward_ended(first)  # last: an error before leaves a backward that has failed
+        ending.stage = Stage.SEND if ending.has_started else Stage.START
+        ending.has_ended = True
 
-    def _first_stage(self, ending: Round) -> Stage:
-        """Returns the first stage of a round that has not started, because of a change or of an
-        error at its start."""
-        if self._current_plan.change is None:
-            return partial(self._start_late, ending)
-        return partial(self._tell_of_change, ending)
+    def advance(self, ending: Round) -> None:
+        """Runs the next stage, and concludes the round after the last one; an error ends it."""
+        try:
+            stage, ending.stage = ending.stage, None
+            if stage is None:
+                return  # a signal handler has run it
+            match stage:
+                case Stage.START:
+                    ending.stage = self._start_late(ending)
+                case Stage.REBUILD:
+                    ending.stage = self._rebuild(ending)
+                case Stage.SEND:
+                    ending.stage = ending.send()
+                case Stage.WAIT:
+                    ending.stage = ending.wait()
+                case Stage.ADD_LATE:
+                    ending.add_late()
+                case _:
+                    assert_never(stage)
+            if ending.stage is None:
+                self._conclude(ending)
+        except BaseException:
+            if self.now is ending:
+                self._close()
+            raise
+
+    def _start_late(self, ending: Round) -> Stage | None:
+        """Starts a round whose backward has ended, and sends it at once: other engines may wait for
+        that.
+
+        It has not started before because of a change, or of an error at its start. If the plan
+        changes, the ranks rebuild first. Accumulated gradients stay where they are until then.
+        """
+        current_plan = self._current_plan
+        if ending.kind is RoundKind.ACCUMULATE:
+            return None
+        if current_plan.change is not None:
+            return self._tell_of_change(ending)
+        ending.start(current_plan.compiled, current_plan.hooks, self._terms(ending))
+        return ending.send()
 
     def _tell_of_change(self, ending: Round) -> Stage:
         """Sends the buckets of the plan in force."""
         plans, progress = self._current_plan, self._progress
         is_reduced = plans.compiled.strategy.reduces_micro_batches and progress.has_accumulated
         terms = self._terms(ending, is_leaving=True)
-        told = tell_of_change(plans, terms, has_shards=is_reduced)
-        return partial(self._rebuild, ending, told)
+        ending.told = tell_of_change(plans, terms, has_shards=is_reduced)
+        return Stage.REBUILD
 
-    def _rebuild(self, ending: Round, told: Round) -> Stage:
-        """Leaves the plan in force with all ranks, after the round `told`. That is a
-        synchronization like others, even if the ranks have changed differently: its findings are
-        kept, and its errors are raised."""
+    def _rebuild(self, ending: Round) -> Stage | None:
+        """Leaves the plan in force with all ranks, after the round that has told of the change.
+        That is a synchronization like others, even if the ranks have changed differently: its
+        findings are kept, and its errors are raised."""
         progress = self._progress
+        told, ending.told = ending.told, None  # it holds the buckets of the plan in force
+        assert told is not None  # else this is not the next stage
         try:
             hear_of_change(self._current_plan, told)
             self._checks.round_ends(told)
@@ -150,37 +182,16 @@ class Rounds:
         progress.num_rounds += 1
         return self._start_late(ending)
 
-    def _start_late(self, ending: Round) -> Stage:
-        """Starts the round under the plan in force and sends it at once: other engines may wait for
-        that."""
-        current_plan = self._current_plan
-        ending.start(current_plan.compiled, current_plan.hooks, self._terms(ending))
-        return ending.send()
-
-    def advance(self, ending: Round) -> None:
-        """Runs the next stage, and concludes the round after the last one; an error ends it."""
-        try:
-            stage, ending.stage = ending.stage, None
-            if stage is None:
-                return  # a signal handler has run it
-            ending.stage = stage()
-            if ending.stage is not None:
-                return
-            if ending.kind is RoundKind.ACCUMULATE:
-                self._conclude_accumulation()
-            else:
-                self._judge(ending)
-            self._close()
-        except BaseException:
-            if self.now is ending:
-                self._close()
-            raise
-
-    def _conclude_accumulation(self) -> None:
-        hooks = self._current_plan.hooks
-        hooks.arrived_before |= hooks.arrivals.arrived
-        self._progress.has_accumulated = True
-        self._current_plan.is_stale = True
+    def _conclude(self, ended: Round) -> None:
+        """Called after the last stage."""
+        if ended.kind is RoundKind.ACCUMULATE:
+            hooks = self._current_plan.hooks
+            hooks.arrived_before |= hooks.arrivals.arrived
+            self._progress.has_accumulated = True
+            self._current_plan.is_stale = True
+        else:
+            self._judge(ended)
+        self._close()
 
     def _judge(self, ended: Round) -> None:
         """Ends a complete synchronization as all ranks do.
@@ -318,8 +329,3 @@ class Rounds:
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
             self.end_backward(failed)
             self.finish()
-
-
-def _leaves_gradients() -> None:
-    """The stage of an accumulation that has not started: gradients stay where they are until the
-    ranks rebuild."""
