@@ -78,7 +78,7 @@ class Sharding(BucketLayout):
         self.parts: dict[Tensor, ShardPart] = {}  # by identity of the held parameter
         for flat in self.flats:
             self.parts.update(zip(flat.params, flat.parts, strict=True))
-        # of each bucket, and by parameter; made with the live buckets, which a single rank has not
+        # of each bucket, and by parameter, from `live_buckets` on: a single rank does not call that
         self._gradients: list[ShardedGradients] = []
         self._placeholders: dict[int, GradientPlaceholder] = {}
         # by the number of their optimizer
