@@ -620,6 +620,43 @@ def test_ranks_at_another_place_are_told_of_a_backward_that_has_failed_before_th
         assert are_same(model.module, bare)
 
 
+def clear(param: Tensor) -> None:
+    param.grad = None
+
+
+@pytest.mark.deep
+@ON_A_MESH
+def test_an_error_of_a_rank_that_tells_of_a_change_reaches_the_other_places() -> None:
+    """Two ranks raise the error, and only one of them reports it. All leave the step out, and train on."""
+    with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
+        rank, replica, data = dist.get_rank(), mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+        optimizer, by_hand = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, bare))
+        weight = model.module.blocks[1].mlp.up.weight
+
+        def train(step: int) -> None:
+            model(tokens(step, replica)).backward()
+            optimizer.step()
+
+        for step in range(4):
+            if step == 1:
+                weight.requires_grad_(rank != 0)
+                hook = weight.register_post_accumulate_grad_hook(clear) if rank == 2 else None
+                text = text_of(PeerFailed if rank % 2 else PhaseError, lambda: train(1))
+                told = "backward failed on rank 2." if rank % 2 else "`.grad` was cleared during backward on rank 2: "
+                assert text.startswith(told)
+                if hook is not None:
+                    hook.remove()
+                weight.requires_grad_(True)
+            else:
+                train(step)
+                bare(tokens(step, replica)).backward()
+                mean_by_hand(bare, data)
+                by_hand.step()
+                require_same_parts(model.module, bare)
+            optimizer.zero_grad()
+            by_hand.zero_grad()
+
+
 class TwoNorms(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -42,8 +42,8 @@ REMOVALS = (
     # Waits
     Removal(
         "ranks/handle.py",
-        "        for work in self.works:\n            self._complete(work)\n        finish",
-        "        finish",
+        "            if waiter is None:\n                work.wait()\n            else:\n                waiter.complete(work)\n",
+        "            pass\n",
     ),
     Removal(
         "ranks/handle.py",

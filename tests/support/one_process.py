@@ -41,7 +41,7 @@ from undertow.buckets import comm_hook, reducer
 from undertow.buckets.trailer import Reading
 from undertow.device import device_of
 from undertow.engine import current_plan, step_events
-from undertow.engine.round import Round
+from undertow.engine.round import Round, Terms
 from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchanges import accumulation_dtype
@@ -247,7 +247,7 @@ class FakeGroup:
 
         work = self.start(f"all-reduce of {tensor.numel()} {tensor.dtype}", tensor.detach().clone(), take)
         hide(tensor)
-        return Handle(work, complete=self.complete, finish=finish, result=tensor)
+        return Handle(work, waiter=self, finish=finish, result=tensor)
 
     def all_gather(self, tensor: Tensor, name: str) -> Handle:
         received = tensor.new_empty(self.num_ranks, *tensor.shape)
@@ -256,14 +256,14 @@ class FakeGroup:
             received.copy_(torch.stack(brought))
 
         work = self.start(f"all-gather for {name}", tensor.clone(), take)
-        return Handle(work, complete=self.complete, result=received)
+        return Handle(work, waiter=self, result=received)
 
     def broadcast(self, tensor: Tensor, name: str, *, source: int = 0) -> Handle:
         def take(brought: list[Tensor]) -> None:
             tensor.copy_(brought[source])
 
         work = self.start(f"broadcast for {name}", tensor.detach().clone(), take)
-        return Handle(work, complete=self.complete, result=tensor)
+        return Handle(work, waiter=self, result=tensor)
 
     def complete(self, work: Any) -> None:
         work.wait()
@@ -317,7 +317,7 @@ class FakeCollectives:
         sent = _messages(parcel, storage)
         work = self.group.start(f"reduce-scatter of {shard.numel()}", (sent, trailer.clone()), take)
         hide(shard)
-        return Handle(work, complete=self.group.complete)
+        return Handle(work, waiter=self.group)
 
     def all_reduce(self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None) -> Handle:
         everything = parcel or FullWidth(equal_parts(1, tensor.numel(), stop=tensor.numel()))
@@ -338,7 +338,7 @@ class FakeCollectives:
         name = f"ordered all-reduce of {tensor.numel()} {tensor.dtype}"
         work = self.group.start(name, (_messages(everything, tensor), facts.clone()), take)
         hide(tensor)
-        return Handle(work, complete=self.group.complete)
+        return Handle(work, waiter=self.group)
 
     def all_gather(
         self, flat: Tensor, parts: Sequence[range], *, number: int, then: Callable[[], object] | None = None
@@ -350,7 +350,7 @@ class FakeCollectives:
         self._in_flight += 1
         own = flat[parts[self.group.rank].start : parts[self.group.rank].stop].clone()
         work = self.group.start(f"all-gather of {flat.numel()}", own, take, lane=f", gather {number}")
-        return Handle(work, complete=self.group.complete, finish=then)
+        return Handle(work, waiter=self.group, finish=then)
 
     def all_gather_differences(
         self,
@@ -371,7 +371,7 @@ class FakeCollectives:
         write_difference(difference)
         parcel.write(difference, self.group.rank, message)
         work = self.group.start(f"gather of {flat.numel()} differences", message, take, lane=f", gather {number}")
-        return Handle(work, complete=self.group.complete, finish=then)
+        return Handle(work, waiter=self.group, finish=then)
 
     def release(self) -> None:
         pass
@@ -553,13 +553,13 @@ def decides(
 def fails_to_start(sync: GradientSync) -> None:
     """The next round fails before it has a plan, as one that runs out of memory there."""
     engine = sync._engine
-    start = engine.rounds._start
+    terms = engine.rounds._terms
 
-    def fail_once(_begun: Round) -> None:
-        engine.rounds._start = start  # type: ignore[method-assign]
+    def fail_once(_begun: Round) -> Terms:
+        engine.rounds._terms = terms  # type: ignore[method-assign]
         raise ZeroDivisionError
 
-    engine.rounds._start = fail_once  # type: ignore[method-assign]
+    engine.rounds._terms = fail_once  # type: ignore[method-assign, assignment]
 
 
 def num_in_flight(exchanges: Iterable[FakeCollectives]) -> int:

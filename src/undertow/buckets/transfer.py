@@ -4,7 +4,7 @@ AllReduce         in full width, with the trailer in the same message
 EncodedExchange   in a format: ranks exchange parts; the trailer stays in full width
 HookedReduction   by the user's communication hook; a small all-reduce has the trailer
 SparseReduction   one all-reduce for each sparse gradient, and a small one for the trailer
-RecordedTransfer  any of these, with its times recorded
+RecordedTransfer  any of these while it is under way: its messages, and its times
 
 `sharded/reduce_scatter.py` has the transfer of shards.
 
@@ -36,7 +36,7 @@ from undertow.torch_private import private
 class BucketTransfer(ABC):
     """Reduces the packed values of one bucket, and its trailer, over all ranks.
 
-        start ──> [start_across ──>] finish
+        start ──> [start_across ──>] handles to wait for
         start_late ──> handles to wait for          gradients that arrived after `start`
 
     `wire_bytes` are passed to collectives in a reduction, 0 if a hook passes them. `encoded` are
@@ -49,36 +49,27 @@ class BucketTransfer(ABC):
     def __init__(self, *, wire_bytes: int, encoded: Sequence[Encoded] = ()) -> None:
         self.wire_bytes = wire_bytes
         self.encoded = encoded
-        self.handles: Sequence[Handle] = ()  # of the reduction under way
 
     @abstractmethod
-    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+    def start(self, trailer: TrailerCodec, turn: Turn) -> Sequence[Handle]:
         """Sends the packed values and the trailer, which it may mark before.
 
         `turn` has the offsets of this synchronization, for formats that take them.
         """
 
-    def start_across(self, turn: Turn) -> None:
-        """Continues over the second axis of a mesh, if the strategy has one."""
+    def start_across(self, inside: Sequence[Handle], turn: Turn) -> Sequence[Handle]:
+        """Continues after `inside`, which `start` has returned, over the second axis of a mesh, if
+        the strategy has one."""
         raise NotImplementedError
 
     @abstractmethod
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         """Starts to reduce values that lie outside of the bucket, in place and in full width."""
 
-    def finish(self) -> None:
-        """Waits until values and trailer are reduced."""
-        handles, self.handles = self.handles, ()
-        for handle in handles:
-            handle.wait()
-
-    def is_completed(self) -> bool:
-        """Returns True if `finish` would not wait."""
-        return all(handle.is_completed() for handle in self.handles)
-
 
 class RecordedTransfer:
-    """The transfer of a bucket, as `Round` calls it: its times are recorded.
+    """The transfer of a bucket, as `Round` calls it: it holds the messages of the reduction under
+    way, and records its times.
 
     `is_only`: the plan has no other bucket.
     """
@@ -89,6 +80,7 @@ class RecordedTransfer:
         self._transfer, self._recorder = transfer, recorder
         self._bucket, self._is_only = bucket, is_only
         self.kind: OpKind = transfer.kind
+        self._handles: Sequence[Handle] = ()  # of the reduction under way
         self._marks = BucketMarks(0, transfer.kind, ready=None)  # of the last reduction
 
     def mark_ready(self) -> None:
@@ -99,29 +91,35 @@ class RecordedTransfer:
         )
 
     def start(self, trailer: TrailerCodec, turn: Turn) -> None:
-        recorder, transfer = self._recorder, self._transfer
+        """Sends the packed values and the trailer."""
+        recorder = self._recorder
         self._marks.launched = recorder.mark()
-        transfer.start(trailer, turn)
+        self._handles = self._transfer.start(trailer, turn)
         # At the end of the backward of one model, a single bucket is waited for at once: the end of
         # its collective needs no mark.
         is_alone = self._is_only and len(recorder.in_backward) <= 1
         if not is_alone or private.graph_task_id() == -1:
-            recorder.completes(self._marks, transfer.handles[0])
+            recorder.completes(self._marks, self._handles[0])
 
     def start_across(self, turn: Turn) -> None:
-        self._transfer.start_across(turn)
-        self._recorder.completes(self._marks, self._transfer.handles[0])
+        """Continues over the second axis of a mesh, if the strategy has one."""
+        self._handles = self._transfer.start_across(self._handles, turn)
+        self._recorder.completes(self._marks, self._handles[0])
 
     def finish(self) -> None:
+        """Waits until values and trailer are reduced."""
         marks, recorder = self._marks, self._recorder
         marks.wait_start = recorder.mark()
-        self._transfer.finish()
+        handles, self._handles = self._handles, ()
+        for handle in handles:
+            handle.wait()
         marks.wait_stop = recorder.mark()
         for parcel in self._transfer.encoded:
             marks.take_codings(parcel.codings)
 
     def is_completed(self) -> bool:
-        return self._transfer.is_completed()
+        """Returns True if `finish` would not wait."""
+        return all(handle.is_completed() for handle in self._handles)
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         """Late gradients count as part of no bucket's time."""
@@ -151,11 +149,11 @@ class AllReduce(BucketTransfer):
         super().__init__(wire_bytes=spec.wire_bytes)
         self._spec, self._memory, self._reducer = spec, memory, reducer
 
-    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+    def start(self, trailer: TrailerCodec, turn: Turn) -> Sequence[Handle]:
         reducer = self._reducer
         if reducer.finite is not None:
             reducer.mark_nonfinite((self._memory.gradients,), self._spec, trailer)
-        self.handles = (reducer.reduce(self._memory.flat),)
+        return (reducer.reduce(self._memory.flat),)
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         return self._reducer.reduce_each(values)
@@ -174,7 +172,7 @@ class EncodedExchange(BucketTransfer):
         self._spec, self._plan, self._memory = spec, plan, memory
         self._reducer, self._parcel = reducer, parcel
 
-    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+    def start(self, trailer: TrailerCodec, turn: Turn) -> Sequence[Handle]:
         reducer, flat = self._reducer, self._memory.flat
         if reducer.finite is not None:
             values = (self._memory.gradients,)
@@ -185,7 +183,7 @@ class EncodedExchange(BucketTransfer):
         if reducer.lost.is_counting:
             reducer.lost.count(flat, self._spec, self._plan, parcel)
         assert reducer.exchanges is not None  # a parcel is theirs
-        self.handles = (reducer.exchanges.all_reduce(flat, parcel, trailer=self._memory.trailer),)
+        return (reducer.exchanges.all_reduce(flat, parcel, trailer=self._memory.trailer),)
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         return self._reducer.reduce_each(values)
@@ -209,11 +207,11 @@ class HookedReduction(BucketTransfer):
         # the parameters of each call
         self._params = [[param] for param in params] if spec.is_sparse else [params]
 
-    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+    def start(self, trailer: TrailerCodec, turn: Turn) -> Sequence[Handle]:
         values = self._gradients.values()
         self._reducer.mark_nonfinite(values, self._spec, trailer)
         handles = self.start_late(values)
-        self.handles = (*handles, self._reducer.reduce(self._gradients.memory.trailer))
+        return (*handles, self._reducer.reduce(self._gradients.memory.trailer))
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         index, group = self._spec.index, self._reducer.group
@@ -234,10 +232,10 @@ class SparseReduction(BucketTransfer):
         super().__init__(wire_bytes=spec.wire_bytes)
         self._spec, self._gradients, self._reducer = spec, gradients, reducer
 
-    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+    def start(self, trailer: TrailerCodec, turn: Turn) -> Sequence[Handle]:
         values = self._gradients.values()
         self._reducer.mark_nonfinite(values, self._spec, trailer)
-        self.handles = self._reducer.reduce_each([*values, self._gradients.memory.trailer])
+        return self._reducer.reduce_each([*values, self._gradients.memory.trailer])
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         return self._reducer.reduce_each(values)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from undertow.engine.backward_listener import BackwardListener
 from undertow.torch_private import private
 
 _NO_BACKWARD = -2
@@ -99,14 +100,14 @@ class BucketArrivals:
 
 
 class Arrivals:
-    """Follows gradients as they arrive, and calls `on_full(bucket)` when the last one of a bucket
+    """Follows gradients as they arrive, and tells the `listener` when the last one of a bucket
     arrives.
 
     `hooks` has a function for each of `params`, to be called with it when its gradient arrives.
     Buckets of different devices fill in different threads, which wait for one another.
 
     `backward_id` distinguishes one backward from another. If it has changed when the first gradient
-    of a bucket arrives, after a reset or `forget_backward`, `on_backward(its id)` is called first.
+    of a bucket arrives, after a reset or `forget_backward`, the listener is told of that first.
     `stream_of(param)` is the stream that its gradient arrives on; None on a host.
     """
 
@@ -115,20 +116,17 @@ class Arrivals:
         params_of_bucket: Sequence[Sequence[int]],
         params: Sequence[object],
         *,
-        on_full: Callable[[int], object],
+        listener: BackwardListener,
         backward_id: Callable[[], int],
-        on_backward: Callable[[int], object],
         stream_of: Callable[[Any], object] | None = None,
     ) -> None:
-        self._on_full = on_full  # the engine's
-        # whose methods are called, for others that find these hooks on a parameter
-        self.owner: object = None
+        self.listener = listener
+        self.is_closed = False
         # called with each parameter, by index, that arrives
         self.at_each: Callable[[int], object] | None = None
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
         self._backward_id = backward_id
-        self._on_backward = on_backward  # the engine's
         self._last_backward = _NO_BACKWARD
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
@@ -164,15 +162,14 @@ class Arrivals:
                 bucket.num_awaited += sum(map(repeats.__getitem__, bucket.params))
 
     def forget_backward(self) -> None:
-        """Makes the next arrival call `on_backward`, in any backward."""
+        """Makes the next arrival count as the first of a backward."""
         self._last_backward = _NO_BACKWARD
         for bucket in self.buckets:
             bucket.counts_from = 0
 
     def close(self) -> None:
         """Reports no more full buckets; an arrival may be in the middle of `count`."""
-        self._on_full = _nothing
-        self.owner = None
+        self.is_closed = True
 
     def count(self, param: object, bucket: BucketArrivals) -> None:
         """Called after an arrival that may be the first of a backward or the last of `bucket`,
@@ -184,7 +181,7 @@ class Arrivals:
             backward = self._backward_id()
             if backward != self._last_backward:
                 self._last_backward = backward
-                self._on_backward(backward)
+                self.listener.first_gradient_arrives(backward)
                 self._last_backward = backward  # it may have been forgotten
                 if hooks is not self.hooks:  # now in other buckets
                     self.hooks[index](param)
@@ -199,7 +196,8 @@ class Arrivals:
                 and len(bucket.seen) >= bucket.num_awaited == bucket.num_counted()
             ):
                 bucket.is_full = True
-                self._on_full(bucket.index)
+                if not self.is_closed:
+                    self.listener.bucket_is_full(bucket.index)
 
     def note(self, indices: Iterable[int]) -> None:
         """Records that the gradients of these parameters arrived, without calling anything."""
@@ -239,7 +237,3 @@ class Arrivals:
         """
         counts = [count for bucket in self.buckets for count in bucket.counts().items()]
         self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
-
-
-def _nothing(_bucket: int) -> None:
-    """Called with a full bucket after `close`."""

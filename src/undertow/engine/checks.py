@@ -99,16 +99,19 @@ class Loads:
         """Called before a load."""
         self.are_here = self.are_known = True
 
-    def are_told_by_all(self, ended: Round) -> bool:
-        """Returns True if the parameters are to be compared now; the same on every rank."""
+    def round_ends(self, ended: Round) -> None:
+        """Called after every synchronization that reports anything."""
         # Reports of the loads that were compared last may be read once more on a device.
         is_repeated = self._settled_in is not None and ended.terms.number <= self._settled_in + 1
-        if not ended.found.reported(Fact.LOADED, overdue=not is_repeated):
-            return False
-        self.are_known = True
+        if ended.found.reported(Fact.LOADED, overdue=not is_repeated):
+            self.are_known = True
+
+    def are_told_by_all(self, ended: Round) -> bool:
+        """Returns True if the parameters are to be compared now; the same on every rank."""
+        told_by = ended.found.reported(Fact.LOADED, overdue=False)
         if self._group.hardware.is_host:
-            return True
-        return ended.found.reported(Fact.LOADED, overdue=False) == sorted(self._group.names)
+            return bool(told_by)
+        return told_by == sorted(self._group.names)
 
     def settle(self, number: int | None = None) -> None:
         """Called when all ranks have the same parameters, or compare them at the end of
@@ -173,6 +176,15 @@ class Checks:
         too."""
         # A synchronization that changes the parameters counts as two.
         return self.numbers.is_on or self.are_compared(number) or self.are_compared(number + 1)
+
+    def round_ends(self, ended: Round) -> None:
+        """Called after every synchronization that reports anything, before its errors are raised:
+        also after one that has failed, and after one that tells of a change of the plan.
+
+        The objects that keep an answer take it from the findings.
+        """
+        self.stop.round_ends(ended.found)
+        self.loads.round_ends(ended)
 
     def round_was_sound(self, ended: Round) -> None:
         """Called after a synchronization that all ranks have found sound.

@@ -23,11 +23,11 @@ from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
 from undertow.device import device_of
 from undertow.engine.agreed_errors import part_of_another
+from undertow.engine.backward_listener import BackwardListener
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import (
     BackwardToken,
     GradientFactor,
-    Listeners,
     ParamHooks,
     call_at_registration,
     earlier_watchers,
@@ -78,7 +78,7 @@ class CurrentPlan:
     A look at the module finds a change. It is a value: nothing follows it before all ranks
     `rebuild`, and the next look may find another one or none, for example when
     torch.func.functional_call puts other parameters into the module for one call. Until then hooks
-    tell which parameters outside of the plan get a gradient. `listeners` are called by the hooks.
+    tell which parameters outside of the plan get a gradient. The hooks call the `listener`.
     """
 
     # Models of this process that are about to rebuild, each with the backward that does it: one
@@ -92,10 +92,10 @@ class CurrentPlan:
         group: OwnGroup,
         config: SyncConfig,
         recorder: Recorder,
-        listeners: Listeners,
+        listener: BackwardListener,
     ) -> None:
         self.members, self.group = members, group
-        self._recorder, self._listeners = recorder, listeners
+        self._recorder, self._listener = recorder, listener
         self._number = next(self._numbers)
         self.change: Change | None = None
         self.shards: Shards | None = None  # if a sharded optimizer steps
@@ -240,7 +240,7 @@ class CurrentPlan:
         """
         change = self.change
         assert change is not None
-        for name in earlier_watchers(change.named_params, other_than=self._listeners.owner):
+        for name in earlier_watchers(change.named_params, other_than=self._listener):
             raise part_of_another(name)
         self.compiled.layout.make_gradients_whole(change.named_params)
         self.note_written()
@@ -422,7 +422,7 @@ class CurrentPlan:
         """Makes the buckets and hooks of a change."""
         params = local_params(param for _, param in change.named_params)
         compiled = CompiledPlan(change.plan, params, change.reducer, self._recorder, before=before)
-        hooks = ParamHooks(change.named_params, compiled.plan, self._listeners, self.group.hardware)
+        hooks = ParamHooks(change.named_params, compiled.plan, self._listener, self.group.hardware)
         if compiled.reducer.is_active:
             _ = compiled.buckets  # too large ones fail here instead of in the first backward
             present, group = self.members.named_params(), self.group

@@ -16,9 +16,10 @@ from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig
 from undertow.engine import agreed_errors
+from undertow.engine.backward_listener import BackwardListener
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
-from undertow.engine.hooks import Listeners, OutermostEnd, is_watched
+from undertow.engine.hooks import OutermostEnd, is_watched
 from undertow.engine.moves import Moves
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Accumulated, Forward, Gradients, Progress
@@ -29,14 +30,14 @@ from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
 
-class Engine:
+class Engine(BackwardListener):
     """Synchronizes the gradients of `members` over `group`, backward after backward.
 
     A round synchronizes gradients or only accumulates them, as decided when backward runs. One is
     under way at a time.
 
         first gradient ──> begin_round ──> hooks fill buckets ──> the outermost backward ends:
-        _backward_ends sends ──> _wait_after_others waits, and binds `.grad`
+        backward_ends sends ──> _wait_after_others waits, and binds `.grad`
 
     `Rounds` has the work of a round. With several engines in one backward, every engine sends
     before any of them waits.
@@ -52,15 +53,9 @@ class Engine:
         progress = self.progress = Progress()
         # Called by other threads, which must not keep the engine alive.
         group.here.steps = lambda: (progress.num_rounds, progress.has_begun)
-        # After a backward that has failed, the next gradient looks whether there is a round.
-        self._end = OutermostEnd(
-            self._backward_ends, lambda: self.current_plan.hooks.arrivals.forget_backward()
-        )
-        listeners = Listeners(
-            self, self._first_gradient_arrives, self._bucket_is_full, self._arrives_outside
-        )
-        self.current_plan = CurrentPlan(members, group, config, recorder, listeners)
-        self.siblings: SiblingEngines  # set by `ModuleSync`
+        self._end = OutermostEnd(self)
+        self.current_plan = CurrentPlan(members, group, config, recorder, self)
+        self.siblings: SiblingEngines  # from `take_part_with` on
         self.checks = Checks(self.current_plan, config)
         self.moves = Moves(self.current_plan)
         self.rounds = Rounds(
@@ -176,9 +171,8 @@ class Engine:
     # A backward.
 
     @private.untraced
-    def _first_gradient_arrives(self, task: int) -> None:
-        """Called with the first gradient in backward `task`, and again after its round is closed;
-        may begin a round."""
+    def first_gradient_arrives(self, task: int) -> None:
+        """Begins a round, unless one is under way."""
         if self.rounds.now is None or self.rounds.is_between():
             hooks = self.current_plan.hooks
             if hooks.watched and hooks.has_thawed():
@@ -188,17 +182,17 @@ class Engine:
             self._end.watch(task)
 
     @private.untraced
-    def _bucket_is_full(self, index: int) -> None:
-        """Called when all gradients of a bucket have arrived."""
+    def bucket_is_full(self, index: int) -> None:
+        """Sends the bucket, if all before it were sent."""
         now = self.rounds.now
         if now is not None and now.has_started:
             now.bucket_is_full(index)
 
     @private.untraced
-    def _arrives_outside(self, param: Tensor) -> None:
-        """Called with a gradient of a parameter that the plan does not have.
+    def arrives_outside(self, param: Tensor) -> None:
+        """Notes the parameter if a change of the plan has it.
 
-        A change of the plan may have it. Raises PhaseError if it is unfrozen in mid-round.
+        Raises PhaseError if it is unfrozen in mid-round.
         """
         current_plan = self.current_plan
         if self.is_closed or param.grad is None or is_watched(param, other_than=self):
@@ -250,11 +244,12 @@ class Engine:
                 self.progress.gradients = max(self.progress.gradients, Gradients.LOCAL)
             self.rounds.begin(kind, is_last=is_last)
 
-    def _backward_ends(self) -> None:
-        """Called at the end of backward: parameters without a gradient are unused here.
+    def backward_is_gone(self) -> None:
+        """Makes the next gradient look whether there is a round: this backward may have failed."""
+        self.current_plan.hooks.arrivals.forget_backward()
 
-        Launches the remaining buckets.
-        """
+    def backward_ends(self) -> None:
+        """Sends the remaining buckets: parameters without a gradient are unused here."""
         ending = self.rounds.now
         if ending is None or ending.has_ended:
             return  # a nested backward has reached the outermost end too
@@ -283,7 +278,12 @@ class Engine:
         if ending.stage is not None:
             private.call_after_backward(self._wait_after_others)
 
-    # Calls of users.
+    # Calls of users, and of the object that they hold.
+
+    def take_part_with(self, siblings: SiblingEngines) -> None:
+        """Makes a backward that reaches one of these engines, this one among them, a round of
+        all."""
+        self.siblings = siblings
 
     def reduce_accumulated(self, op: str | None) -> None:
         """Sends accumulated gradients; `complete` waits for them.
@@ -346,7 +346,7 @@ class Engine:
         if self.meets:
             with gradients_aside(self.current_plan.all_params()):
                 self.rounds.begin(RoundKind.SHADOW, is_last=not self.is_accumulating)
-                self._backward_ends()
+                self.backward_ends()
                 self.rounds.finish()
 
     def close(self) -> None:
@@ -368,7 +368,7 @@ class Engine:
             raise agreed_errors.synchronized_already(self.progress.num_rounds)
         self.current_plan.find_change()
         self.rounds.begin(RoundKind.REDUCE, is_last=not self.is_accumulating, op=op)
-        self._backward_ends()
+        self.backward_ends()
 
 
 class SiblingEngines:

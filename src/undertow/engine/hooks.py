@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.device import Device
 from undertow.engine.arrivals import Arrivals
+from undertow.engine.backward_listener import BackwardListener
 from undertow.engine.tuning import Tuning
 from undertow.mesh.local_tensors import KeptPlacements
 from undertow.plan import Plan
@@ -64,30 +64,19 @@ class GradientFactor:
         self._hooks = [private.scale_gradients(param, self._factor) for param in self._params]
 
 
-@dataclass(frozen=True, slots=True)
-class Listeners:
-    """The methods of an `Engine`, the owner, that hooks on parameters call."""
-
-    owner: object
-    on_backward: Callable[[int], object]  # with a backward whose first gradient arrives
-    on_full: Callable[[int], object]  # with a bucket whose gradients have all arrived
-    # with a parameter that got a gradient and is not in the plan
-    on_outside: Callable[[Tensor], object]
-
-
 class ParamHooks:
     """Hooks on `named_params` until `close`, and the measurements of these parameters by them.
 
     `arrivals` counts their gradients, and `tuning` measures them. `watched` are parameters outside
-    of the plan, frozen and new ones: their hooks call `listeners.on_outside(param)` when a gradient
-    arrives after all.
+    of the plan, frozen and new ones: their hooks tell the `listener` when a gradient arrives after
+    all.
     """
 
     def __init__(
         self,
         named_params: Sequence[tuple[str, Tensor]],
         plan: Plan,
-        listeners: Listeners,
+        listener: BackwardListener,
         device: Device,
     ) -> None:
         self.named_params = tuple(named_params)
@@ -96,17 +85,15 @@ class ParamHooks:
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
-            on_full=listeners.on_full,
+            listener=listener,
             backward_id=private.graph_task_id,
-            on_backward=listeners.on_backward,
             stream_of=self._stream_of,
         )
-        self.arrivals.owner = listeners.owner
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         # by id, parameters outside of the plan that have got a gradient
         self.outside: dict[int, Tensor] = {}
         self.tuning: Tuning | None = None  # if there are rounds
-        self._on_outside = listeners.on_outside
+        self._listener = listener
         self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
         self._registered: list[RemovableHandle] = []  # on `named_params`, if there are rounds
         self.num_hooks_ever = 0  # of all code, when these hooks were last
@@ -142,7 +129,8 @@ class ParamHooks:
         for key in wanted.keys() - self.watched.keys():
             param = wanted[key]
             with contextlib.suppress(RuntimeError):  # it can never be trained
-                self.watched[key] = param, private.hook_gradients(param, self._on_outside)
+                hook = private.hook_gradients(param, self._listener.arrives_outside)
+                self.watched[key] = param, hook
             if may_have_arrived and param.grad is not None:
                 self.outside[key] = param
 
@@ -276,8 +264,8 @@ def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:
 def _watchers_of(param: Tensor) -> Iterator[Any]:
     for hook in private.post_accumulate_hooks(param):
         arrivals = getattr(getattr(hook, "__self__", None), "arrivals", None)
-        if isinstance(arrivals, Arrivals):
-            yield arrivals.owner
+        if isinstance(arrivals, Arrivals) and not arrivals.is_closed:
+            yield arrivals.listener
 
 
 def is_outermost_forward() -> bool:
@@ -287,15 +275,15 @@ def is_outermost_forward() -> bool:
 
 
 class OutermostEnd:
-    """Calls `on_end` at the end of the outermost of nested backwards; a reentrant checkpoint runs
-    one inside another.
+    """Tells the `listener` of the end of the outermost of nested backwards; a reentrant checkpoint
+    runs one inside another.
 
-    Calls `on_gone` when a watched backward is gone before its end: an exception has ended it.
+    Also tells it when a watched backward is gone, which it may be before its end: an exception has
+    ended it.
     """
 
-    def __init__(self, on_end: Callable[[], None], on_gone: Callable[[], None]) -> None:
-        self.on_end = on_end
-        self.on_gone = on_gone
+    def __init__(self, listener: BackwardListener) -> None:
+        self.listener = listener
         self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
 
     @property
@@ -310,7 +298,7 @@ class OutermostEnd:
         """Called from a hook that runs in backward `task`; once per task is enough."""
         if task not in self._watches:
             watch = _BackwardEnd(self)
-            self._watches[task] = weakref.ref(watch, lambda _: self.on_gone())
+            self._watches[task] = weakref.ref(watch, lambda _: self.listener.backward_is_gone())
             private.call_after_backward(watch)
 
     def forget(self) -> None:
@@ -333,11 +321,11 @@ class _BackwardEnd:
     def __call__(self) -> None:
         node = private.enclosing_node()
         if node is None:
-            self._outermost.on_end()
+            self._outermost.listener.backward_ends()
             return
 
         # If that node raises, the end never comes, although this object may stay alive.
-        self._outermost.on_gone()
+        self._outermost.listener.backward_is_gone()
 
         # The task ran inside a node of an outer one: when that node is done, wait for the end of
         # the outer task.

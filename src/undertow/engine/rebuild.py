@@ -6,12 +6,7 @@ Reasons: docs/design/plan-changes.md.
 from __future__ import annotations
 
 from undertow.buckets.bucket import gradients_aside
-from undertow.engine.agreed_errors import (
-    CHANGE_ALIKE,
-    changed_unlike,
-    require_sound,
-    told_to_places,
-)
+from undertow.engine.agreed_errors import CHANGE_ALIKE, changed_unlike, told_to_places
 from undertow.engine.checks import has_bits, unlike_values
 from undertow.engine.current_plan import Change, CurrentPlan
 from undertow.engine.params import first_change
@@ -36,18 +31,20 @@ def tell_of_change(plans: CurrentPlan, terms: Terms, *, has_shards: bool) -> Rou
     return told
 
 
+def hear_of_change(plans: CurrentPlan, told: Round) -> None:
+    """Waits until every rank has told in this round if it has changed."""
+    with gradients_aside(plans.compiled.params):
+        told.wait()
+    plans.compiled.recorder.forgets_buckets()
+
+
 def rebuild(plans: CurrentPlan, told: Round) -> None:
     """Puts the change in force, after every rank has announced its change in the round `told`.
 
     Waits for all ranks. Raises on every rank PlanMismatch if the ranks have changed differently,
     and ReplicaMismatch if a new parameter has other values on some of them.
     """
-    with gradients_aside(plans.compiled.params):
-        told.wait()
-    plans.compiled.recorder.forgets_buckets()
     with told_to_places(plans.group):
-        require_sound(told, plans.group)
-        require_changed_alike(plans, told)
         _require_described_alike(plans, plans.change)
         _require_same_values(plans, told)
     plans.follow()

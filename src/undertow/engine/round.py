@@ -5,12 +5,11 @@ Reasons: docs/design/buckets.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import TypeAlias, Union
 
 import torch
 
@@ -24,9 +23,6 @@ from undertow.engine.step_settings import Settings
 from undertow.plan import Bucket, signature_of
 from undertow.plan.facts import Fact
 from undertow.schedule import OpKind
-
-# A part of a round between two waits for other ranks; returns the next part.
-Stage: TypeAlias = Callable[[], Union["Stage", None]]
 
 # by trailers; a codec keeps the bits that it has written, and need not keep more
 _NUM_STEPS_TOLD_APART = 64
@@ -42,6 +38,20 @@ class RoundKind(Enum):
     SHADOW = auto()  # contributes none: this rank has run out of data
     # the last one under a plan before its parameters, or its communication hook, change
     RETIRE = auto()
+
+
+class Stage(Enum):
+    """The parts of a round after its backward, each between two waits for other ranks.
+
+    SEND ───────────────────┐
+    START ──> [REBUILD ──>] ┴──> WAIT ──> [ADD_LATE ──>] concluded
+    """
+
+    SEND = auto()
+    START = auto()  # if it has not started: starts and sends it, or tells of a change first
+    REBUILD = auto()  # all ranks leave the plan; then starts and sends it
+    WAIT = auto()
+    ADD_LATE = auto()  # gradients that arrived after their bucket was sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +107,12 @@ class Findings:
 class Round:
     """A round that is under way.
 
-        start under a plan ──> end of backward: send ──> wait ──> [_add_late ──>] concluded
+        start under a plan ──> end of backward: send ──> wait ──> [add_late ──>] concluded
         buckets leave as they fill, in the order of the plan, so that all ranks send alike
 
     It exists from its first gradient on. It starts at once, or after a rebuild when its backward
-    has ended. `send`, `wait` and `_add_late` are stages: a stage ends before the next wait for
-    other ranks, and returns the next stage, or None. `Rounds.advance` runs them, and concludes the
-    round after the last one.
+    has ended. `Rounds.advance` runs stage after stage, and concludes the round after the last one.
+    `send`, `wait` and `add_late` return the next stage, or None.
     """
 
     kind: RoundKind
@@ -113,6 +122,7 @@ class Round:
     has_started: bool = False
     has_ended: bool = False  # its backward; then stage after stage runs, until none is left
     stage: Stage | None = None  # the next one after backward; None while one runs
+    told: Round | None = None  # the round before it that tells of a change, until `REBUILD`
     has_failed: bool = False  # on this rank
     found: Findings = field(default_factory=Findings)
     terms: Terms = Terms()
@@ -129,10 +139,6 @@ class Round:
         self.found.readings += compiled.round_begins(
             is_synchronized=self.kind is not RoundKind.ACCUMULATE
         )
-
-    def backward_ended(self, first: Stage) -> None:
-        """Called when its backward has ended, once: `first` is the first stage."""
-        self.stage, self.has_ended = first, True
 
     def bucket_is_full(self, index: int) -> None:
         """Called when all gradients of a bucket have arrived.
@@ -163,7 +169,7 @@ class Round:
         else:
             while self.num_sent < len(buckets):
                 self._send_next()
-        return self.wait
+        return Stage.WAIT
 
     def _keep(self, bucket: LiveBucket) -> None:
         """Packs the gradients of a backward that only accumulates; they stay on this rank."""
@@ -193,9 +199,9 @@ class Round:
         late_buckets = self.found.late_buckets if self.found.readings else ()
         for index in late_buckets:
             self.compiled.buckets[index].start_late()
-        return self._add_late if late_buckets else None
+        return Stage.ADD_LATE if late_buckets else None
 
-    def _add_late(self) -> None:
+    def add_late(self) -> None:
         """Waits for these gradients, and adds them."""
         for bucket in self.compiled.buckets:
             bad = bucket.finish_late(rescale=self.terms.rescale)

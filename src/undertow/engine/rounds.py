@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from typing import assert_never
 
 from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.recorder import Recorder
@@ -16,7 +17,7 @@ from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import OutermostEnd, users_hooks
 from undertow.engine.moves import Moves
 from undertow.engine.progress import Gradients, Progress
-from undertow.engine.rebuild import rebuild, require_changed_alike, tell_of_change
+from undertow.engine.rebuild import hear_of_change, rebuild, require_changed_alike, tell_of_change
 from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.errors import UndertowError
 from undertow.plan.facts import Fact
@@ -27,10 +28,10 @@ class Rounds:
     """Rounds one after the other; `now` is the one under way.
 
         begin ──> end_backward ──> send ──> wait, bind ──> _judge
-                  └─ if the plan changes: tell of it ──> rebuild ──> send ──> ...
+                  └─ if the plan changes: tell of it ──> hear of it, rebuild ──> send ──> ...
 
-    `advance` runs the next stage, and `finish` all that are left. `Round` explains stages. `end`
-    detects the end of the backward that a round belongs to.
+    `advance` runs the next `Stage`, and `finish` all that are left. `end` detects the end of the
+    backward that a round belongs to.
     """
 
     def __init__(
@@ -76,13 +77,17 @@ class Rounds:
         self.now = begun
         self._recorder.backward_begins(generation=current_plan.compiled.generation)
         if current_plan.change is None:
-            self._start(begun)
+            begun.start(current_plan.compiled, current_plan.hooks, self._terms(begun))
 
-    def _start(self, begun: Round) -> None:
-        """Starts the round under the plan in force."""
+    def _terms(self, begun: Round, *, is_leaving: bool = False) -> Terms:
+        """Returns the conditions of a round that starts now.
+
+        `is_leaving`: they are for the round before it, which tells of a change of the plan.
+        """
         current_plan, progress, checks = self._current_plan, self._progress, self._checks
         hooks, steps = current_plan.hooks, progress.steps
-        is_telling = begun.kind is RoundKind.REDUCE
+        # the round after that one tells the settings
+        is_telling = begun.kind is RoundKind.REDUCE and not is_leaving
         is_stopping = checks.stop.is_heard_of and checks.stop.is_told
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
@@ -91,7 +96,7 @@ class Rounds:
             or checks.must_be_read(progress.num_rounds)
             or (hooks.tuning is not None and hooks.tuning.communicates_next)
         )
-        terms = Terms(
+        return Terms(
             number=progress.num_rounds,
             mode=None if begun.kind is RoundKind.SHADOW else steps.mode,
             settings=steps.settings,
@@ -101,40 +106,73 @@ class Rounds:
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
         )
-        begun.start(current_plan.compiled, hooks, terms)
 
     def end_backward(self, ending: Round) -> None:
         """Called when its backward has ended: chooses the first stage."""
         self._recorder.backward_ends()
-        if ending.has_started:
-            first: Stage = ending.send
-        elif ending.kind is RoundKind.ACCUMULATE:
-            first = _leaves_gradients
-        else:
-            first = self._first_stage(ending)
-        ending.backward_ended(first)  # last: an error before leaves a backward that has failed
+        ending.stage = Stage.SEND if ending.has_started else Stage.START
+        ending.has_ended = True
 
-    def _first_stage(self, ending: Round) -> Stage:
-        """Returns the first stage of a round that has not started, because of a change or of an
-        error at its start."""
-        if self._current_plan.change is None:
-            return partial(self._start_late, ending)
-        return partial(self._tell_of_change, ending)
+    def advance(self, ending: Round) -> None:
+        """Runs the next stage, and concludes the round after the last one; an error ends it."""
+        try:
+            stage, ending.stage = ending.stage, None
+            if stage is None:
+                return  # a signal handler has run it
+            match stage:
+                case Stage.START:
+                    ending.stage = self._start_late(ending)
+                case Stage.REBUILD:
+                    ending.stage = self._rebuild(ending)
+                case Stage.SEND:
+                    ending.stage = ending.send()
+                case Stage.WAIT:
+                    ending.stage = ending.wait()
+                case Stage.ADD_LATE:
+                    ending.add_late()
+                case _:
+                    assert_never(stage)
+            if ending.stage is None:
+                self._conclude(ending)
+        except BaseException:
+            if self.now is ending:
+                self._close()
+            raise
+
+    def _start_late(self, ending: Round) -> Stage | None:
+        """Starts a round whose backward has ended, and sends it at once: other engines may wait for
+        that.
+
+        It has not started before because of a change, or of an error at its start. If the plan
+        changes, the ranks rebuild first. Accumulated gradients stay where they are until then.
+        """
+        current_plan = self._current_plan
+        if ending.kind is RoundKind.ACCUMULATE:
+            return None
+        if current_plan.change is not None:
+            return self._tell_of_change(ending)
+        ending.start(current_plan.compiled, current_plan.hooks, self._terms(ending))
+        return ending.send()
 
     def _tell_of_change(self, ending: Round) -> Stage:
         """Sends the buckets of the plan in force."""
         plans, progress = self._current_plan, self._progress
-        mode = None if ending.kind is RoundKind.SHADOW else progress.steps.mode
-        terms = Terms(number=progress.num_rounds, mode=mode)
         is_reduced = plans.compiled.strategy.reduces_micro_batches and progress.has_accumulated
-        told = tell_of_change(plans, terms, has_shards=is_reduced)
-        return partial(self._rebuild, ending, told)
+        terms = self._terms(ending, is_leaving=True)
+        ending.told = tell_of_change(plans, terms, has_shards=is_reduced)
+        return Stage.REBUILD
 
-    def _rebuild(self, ending: Round, told: Round) -> Stage:
-        """Leaves the plan in force with all ranks. This counts as a synchronization, even if the
-        ranks have changed differently: a rank without a change has run one."""
+    def _rebuild(self, ending: Round) -> Stage | None:
+        """Leaves the plan in force with all ranks, after the round that has told of the change.
+        That is a synchronization like others, even if the ranks have changed differently: its
+        findings are kept, and its errors are raised."""
         progress = self._progress
+        told, ending.told = ending.told, None  # it holds the buckets of the plan in force
+        assert told is not None  # else this is not the next stage
         try:
+            hear_of_change(self._current_plan, told)
+            self._checks.round_ends(told)
+            self._require_sound(told)
             rebuild(self._current_plan, told)
         except BaseException:
             progress.round_ends(has_failed=True, is_last=ending.is_last)
@@ -144,36 +182,16 @@ class Rounds:
         progress.num_rounds += 1
         return self._start_late(ending)
 
-    def _start_late(self, ending: Round) -> Stage:
-        """Starts the round under the plan in force and sends it at once: other engines may wait for
-        that."""
-        self._start(ending)
-        return ending.send()
-
-    def advance(self, ending: Round) -> None:
-        """Runs the next stage, and concludes the round after the last one; an error ends it."""
-        try:
-            stage, ending.stage = ending.stage, None
-            if stage is None:
-                return  # a signal handler has run it
-            ending.stage = stage()
-            if ending.stage is not None:
-                return
-            if ending.kind is RoundKind.ACCUMULATE:
-                self._conclude_accumulation()
-            else:
-                self._judge(ending)
-            self._close()
-        except BaseException:
-            if self.now is ending:
-                self._close()
-            raise
-
-    def _conclude_accumulation(self) -> None:
-        hooks = self._current_plan.hooks
-        hooks.arrived_before |= hooks.arrivals.arrived
-        self._progress.has_accumulated = True
-        self._current_plan.is_stale = True
+    def _conclude(self, ended: Round) -> None:
+        """Called after the last stage."""
+        if ended.kind is RoundKind.ACCUMULATE:
+            hooks = self._current_plan.hooks
+            hooks.arrived_before |= hooks.arrivals.arrived
+            self._progress.has_accumulated = True
+            self._current_plan.is_stale = True
+        else:
+            self._judge(ended)
+        self._close()
 
     def _judge(self, ended: Round) -> None:
         """Ends a complete synchronization as all ranks do.
@@ -182,9 +200,8 @@ class Rounds:
         """
         current_plan, found = self._current_plan, ended.found
         self._recorder.round_ends(found.busy_ms)
-        stop = self._checks.stop
-        if found.readings or stop.grace_s is not None:
-            stop.round_ends(found)  # first: all ranks are told, also of a failed round
+        if found.readings or self._checks.stop.grace_s is not None:
+            self._checks.round_ends(ended)  # first: all ranks are told, also of a failed round
         hooks, plan = current_plan.hooks, ended.compiled.plan
         unused = hooks.names_of(plan, found.unused) if any(found.unused.values()) else ()
         self._progress.round_ends(has_failed=ended.has_failed, is_last=ended.is_last)
@@ -312,8 +329,3 @@ class Rounds:
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
             self.end_backward(failed)
             self.finish()
-
-
-def _leaves_gradients() -> None:
-    """The stage of an accumulation that has not started: gradients stay where they are until the
-    ranks rebuild."""

@@ -1,6 +1,7 @@
 """A message in flight, to wait for.
 
 Handle      wait for it, poll it, or await it
+Waiter      waits for its works, as a group does
 ThreadWork  work that a thread of the host does, as a backend's work
 """
 
@@ -11,8 +12,7 @@ import contextlib
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from datetime import timedelta
-from operator import methodcaller
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,15 +22,21 @@ from undertow.ranks.threads import Worker
 Work: TypeAlias = Any  # a dist.Work (torch's signatures add None), or a similar object
 Task = Callable[[], Any]
 
-_wait = methodcaller("wait")
+
+class Waiter(Protocol):
+    """An `OwnGroup`, or a wait over a group with a name."""
+
+    def complete(self, work: Work) -> None:
+        """Waits for one work; raises if it failed."""
 
 
 class Handle:
     """A message in flight, and the function that follows it. Wait for it, poll it, or await it.
 
-    `complete` waits for one work and raises if it failed. `finish` is called once, by the first
-    wait, and holds the inputs of the works. A backend releases them as soon as any stream, such as
-    a clock's, waits for a work; a stream that has not waited could then overwrite the memory.
+    `waiter` waits for each work; without one, its own `wait` is called. `finish` is called once, by
+    the first wait, and holds the inputs of the works. A backend releases them as soon as any
+    stream, such as a clock's, waits for a work; a stream that has not waited could then overwrite
+    the memory.
 
     Later waits do nothing, so a message has arrived only for the stream of the first wait. With
     `record`, of a device, every stream that waits follows it, as a handle of user code may need.
@@ -39,7 +45,7 @@ class Handle:
     def __init__(
         self,
         *works: Work,
-        complete: Callable[[Work], object] = _wait,
+        waiter: Waiter | None = None,
         finish: Callable[[], object] | None = None,
         result: Tensor | None = None,
         record: Callable[[], torch.Event] | None = None,
@@ -47,18 +53,18 @@ class Handle:
         self.works = works
         self.is_found_complete = False  # set after the first wait or successful poll
         self._is_waited = False
-        self._complete = complete
+        self._waiter = waiter
         self._finish = finish
         self._result = result
         self._record = record
         self._arrived: torch.Event | None = None  # the end of the first wait
 
     @classmethod
-    def in_thread(cls, call: Task, thread: Worker, *, complete: Callable[[Work], object]) -> Handle:
+    def in_thread(cls, call: Task, thread: Worker, *, waiter: Waiter) -> Handle:
         """Calls `call` in a thread."""
         work = ThreadWork()
         thread.submit(work.run, call)
-        return cls(work, complete=complete)
+        return cls(work, waiter=waiter)
 
     @classmethod
     def failed(cls, error: BaseException) -> Handle:
@@ -76,8 +82,12 @@ class Handle:
             if self._arrived is not None:
                 self._arrived.wait()
             return
+        waiter = self._waiter
         for work in self.works:
-            self._complete(work)
+            if waiter is None:
+                work.wait()
+            else:
+                waiter.complete(work)
         finish = self._finish
         if finish is not None:
             with torch.no_grad():

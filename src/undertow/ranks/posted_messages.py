@@ -66,7 +66,7 @@ class PostedMessages:
         work = ThreadWork()
         before = () if behind is None else (behind,)
         self._posting.submit(self._advance, work, Wait(before, first))
-        return Handle(work, complete=self.group.complete)
+        return Handle(work, waiter=self.group)
 
     def _advance(self, work: ThreadWork, wait: Wait, alone: Worker | None = None) -> None:
         """Waits, and runs the next stage. `alone` is the thread of a gather."""

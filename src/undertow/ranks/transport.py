@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import cast
@@ -225,7 +226,7 @@ class OwnGroup:
         # dist.all_reduce would call this after many more lines.
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work = self.process_group.allreduce([real], _all_reduce_options(op))
-        return Handle(work, complete=self.complete, finish=finish)
+        return Handle(work, waiter=self, finish=finish)
 
     def all_gather(self, tensor: Tensor, name: str) -> Handle:
         """Starts to gather a tensor of each rank, all of one shape and dtype.
@@ -321,12 +322,12 @@ class OwnGroup:
     def _handle(
         self, work: Work, name: str, result: Tensor, finish: Callable[[], object] | None = None
     ) -> Handle:
-        def complete(work: Work) -> None:
-            with self.waiting(name):
-                self.complete(work)
-
         return Handle(
-            work, complete=complete, finish=finish, result=result, record=self.hardware.record
+            work,
+            waiter=_NamedWait(self, name),
+            finish=finish,
+            result=result,
+            record=self.hardware.record,
         )
 
     def worker(self, name: str) -> Worker:
@@ -404,6 +405,29 @@ class OwnGroup:
                 faults.tell(self.watch.fault.what)
 
 
+@dataclass(frozen=True, slots=True)
+class _NamedWait:
+    """A wait over a group that reports call by its name."""
+
+    group: OwnGroup
+    name: str
+
+    def complete(self, work: Work) -> None:
+        with self.group.waiting(self.name):
+            self.group.complete(work)
+
+
+@dataclass(frozen=True, slots=True)
+class _UsersWait:
+    """A wait over a group of the user's."""
+
+    group: dist.ProcessGroup
+
+    def complete(self, work: Work) -> None:
+        with over_users(self.group, "a reduction over the process group"):
+            work.wait()
+
+
 @cache
 def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
@@ -415,13 +439,8 @@ def all_reduce_over(
     tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Handle:
     """Starts to reduce `tensor` in place over a group of the user's."""
-
-    def complete(work: Work) -> None:
-        with over_users(group, "a reduction over the process group"):
-            work.wait()
-
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return Handle(work, complete=complete, record=device_of(tensor.device).record)
+    return Handle(work, waiter=_UsersWait(group), record=device_of(tensor.device).record)
 
 
 def all_gather_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

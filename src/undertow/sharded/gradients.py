@@ -17,7 +17,6 @@ from torch import Tensor
 
 from undertow.buckets.gradients import WholeGradients, has_values
 from undertow.buckets.memory import BucketMemory, Copy
-from undertow.ranks.exchanges import accumulation_dtype
 from undertow.sharded.params import ShardPart
 from undertow.sharded.placeholder import GradientPlaceholder
 
@@ -25,8 +24,9 @@ _grad_of = attrgetter("grad")
 
 
 class ShardedGradients:
-    """Gradients whose reduced values are a shard; `parts` has a placeholder for each parameter and
-    its part of the shard.
+    """Gradients whose reduced values are the `shard`.
+
+    `parts` has a placeholder for each parameter, and its part of the shard.
 
     Gradients that are not reduced yet are whole, in the memory of the bucket.
     """
@@ -35,21 +35,16 @@ class ShardedGradients:
         self,
         params: Sequence[Tensor],
         memory: BucketMemory,
+        shard: Tensor,
         parts: Sequence[tuple[GradientPlaceholder, ShardPart]],
-        *,
-        shard_numel: int,
     ) -> None:
-        self.memory = memory
-        dtype = accumulation_dtype(memory.flat.dtype)
-        self.shard = torch.zeros(shard_numel, dtype=dtype, device=memory.flat.device)
+        self.memory, self.shard = memory, shard
         self.earlier: Collection[int] = ()
         # Copies of packed gradients into the bucket, for another thread, so that backward
         # continues.
         self.copies: list[Copy] = []
         self._params = params
         self._parts = parts
-        for placeholder, part in parts:
-            placeholder.part = part.of_shard(self.shard)
         self._whole = WholeGradients(params, memory)
         self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
         self._keeps_shard = False  # its values must stay until `bind`

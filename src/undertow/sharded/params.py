@@ -77,19 +77,19 @@ class _ParamMemory:
         if param.stride() != self.strides:  # `values` is a copy
             param.copy_(values.as_strided(param.shape, self.strides))
 
-    def moves_in(self) -> bool:
-        """Gives the whole parameter its place in `flat`, unless other code refers to its memory.
+    def is_in_flat(self) -> bool:
+        """Returns True if the parameter lies in `flat`."""
+        return self.param.data_ptr() == self.memory.data_ptr()
 
-        Returns True if it is there.
-        """
+    def move(self) -> None:
+        """Moves the whole parameter to its place in `flat`, unless other code refers to its
+        memory."""
         param = self.param
-        if param.data_ptr() == self.memory.data_ptr():
-            return True
         storage = param.untyped_storage()
         # on GPUs this is always True
         is_of_processes = param.device.type == "cpu" and storage.is_shared()
         if is_of_processes or private.are_shared(private.addresses_of([storage])):
-            return False
+            return
         self.memory.as_strided(param.shape, self.strides).copy_(device_of(param.device).keep(param))
         # A storage of exactly its size over the same memory, which it keeps alive: savers write
         # whole storages, and safetensors refuses tensors that cover only part of theirs. As bytes,
@@ -98,7 +98,6 @@ class _ParamMemory:
         # This keeps the version counter: the values have not changed, and autograd must not see a
         # change.
         param.data = memory.as_strided(param.shape, self.strides)
-        return True
 
 
 class FlatParams:
@@ -169,7 +168,10 @@ class FlatParams:
         separate memory of parameters."""
         # Other code may have released the memory of those that are apart.
         if self._apart or addresses(self.params) != self._pointers:
-            self._apart = [slot for slot in self._slots if not slot.moves_in()]
+            outside = [slot for slot in self._slots if not slot.is_in_flat()]
+            for slot in outside:
+                slot.move()
+            self._apart = [slot for slot in outside if not slot.is_in_flat()]
             self._pointers = addresses(self.params)
             self._storages = [param.untyped_storage() for param in local_tensors(self.params)]
             self.addresses = private.addresses_of(self._storages)
@@ -184,8 +186,7 @@ class FlatParams:
         there."""
         for slot in self._slots:
             param, part = slot.param, slot.part
-            is_there = param.data_ptr() == slot.memory.data_ptr()
-            if not is_there and param.numel() == slot.memory.numel():
+            if not slot.is_in_flat() and param.numel() == slot.memory.numel():
                 slot.read(slice(part.start, part.stop))
 
     def follow_writes(self) -> None:

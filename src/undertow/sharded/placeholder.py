@@ -33,10 +33,10 @@ class GradientPlaceholder(Tensor):
 
     @staticmethod
     def __new__(
-        cls, param: Tensor, *, name: str, group: OwnGroup | None = None
+        cls, param: Tensor, part: Tensor, *, name: str, group: OwnGroup | None = None
     ) -> "GradientPlaceholder":
         made = private.wrapper_tensor(cls, param, private.gradient_dtype(param))
-        made.part, made.param_name, made.group = torch.empty(0), name, group
+        made.part, made.param_name, made.group = part, name, group
         made.added, made.is_cleared = None, False
         return made
 

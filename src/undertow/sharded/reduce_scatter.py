@@ -45,7 +45,7 @@ class ReduceScatter(BucketTransfer):
         self._spec, self._plan, self._gradients = spec, plan, gradients
         self._reducer, self._exchanges = reducer, exchanges
 
-    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+    def start(self, trailer: TrailerCodec, turn: Turn) -> Sequence[Handle]:
         gradients, reducer, spec = self._gradients, self._reducer, self._spec
         memory, copies = gradients.memory, gradients.copies
         # Both now: the reduce-scatter waits for the offsets, and so does what follows it.
@@ -62,28 +62,25 @@ class ReduceScatter(BucketTransfer):
             if in_format is not None and reducer.lost.is_counting:
                 reducer.lost.count(memory.flat, spec, self._plan, in_format)
 
-        self.handles = (
-            self._exchanges.inside.reduce_scatter(
-                memory.flat,
-                gradients.room(),
-                inside,
-                trailer=memory.trailer,
-                parts=self._passed_on,
-                fill=fill,
-            ),
+        handle = self._exchanges.inside.reduce_scatter(
+            memory.flat,
+            gradients.room(),
+            inside,
+            trailer=memory.trailer,
+            parts=self._passed_on,
+            fill=fill,
         )
+        return (handle,)
 
-    def start_across(self, turn: Turn) -> None:
+    def start_across(self, inside: Sequence[Handle], turn: Turn) -> Sequence[Handle]:
         gradients, exchanges = self._gradients, self._exchanges.across
         memory, across = gradients.memory, self._across
         # the schedule of a strategy with two axes
         assert exchanges is not None
         assert across is not None
-        (inside,) = self.handles
+        (before,) = inside
         (reduced,) = gradients.values()
-        self.handles = (
-            exchanges.all_reduce_behind(inside, reduced, across, trailer=memory.trailer),
-        )
+        return (exchanges.all_reduce_behind(before, reduced, across, trailer=memory.trailer),)
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         return self._reducer.reduce_each(values)

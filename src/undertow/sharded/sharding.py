@@ -78,15 +78,13 @@ class Sharding(BucketLayout):
         self.parts: dict[Tensor, ShardPart] = {}  # by identity of the held parameter
         for flat in self.flats:
             self.parts.update(zip(flat.params, flat.parts, strict=True))
-        self._gradients: list[ShardedGradients] = []  # of each bucket; a single rank has none
+        # of each bucket, and by parameter, from `live_buckets` on: a single rank does not call that
+        self._gradients: list[ShardedGradients] = []
+        self._placeholders: dict[int, GradientPlaceholder] = {}
         # by the number of their optimizer
         self.buckets_of: defaultdict[int, list[int]] = defaultdict(list)
         for bucket in plan.buckets:
             self.buckets_of[bucket.stepper].append(bucket.index)
-        self._placeholders = [
-            GradientPlaceholder(param, name=spec.name, group=self.group)
-            for spec, param in zip(plan.params, params, strict=True)
-        ]
         shards = [shard_exchanges.shards_of(bucket) for bucket in plan.buckets]
         self.gathers = Gathers(self.flats, shards, shard_exchanges.inside, recorder)
 
@@ -97,13 +95,21 @@ class Sharding(BucketLayout):
 
     def _sharded_bucket(self, spec: Bucket, shared: Shared) -> tuple[LiveBucket, ShardedGradients]:
         params = shared.params_of(spec)
-        placeholders = [self._placeholders[index] for index in spec.params]
-        gradients = ShardedGradients(
-            params,
-            BucketMemory(spec, params),
-            tuple(zip(placeholders, self.flats[spec.index].parts, strict=True)),
-            shard_numel=self.shard_exchanges.shard_numel(spec),
+        memory = BucketMemory(spec, params)
+        shard = memory.flat.new_zeros(  # [shard_numel] of the wide dtype
+            self.shard_exchanges.shard_numel(spec), dtype=accumulation_dtype(memory.flat.dtype)
         )
+        parts: list[tuple[GradientPlaceholder, ShardPart]] = []
+        for index, part in zip(spec.params, self.flats[spec.index].parts, strict=True):
+            placeholder = GradientPlaceholder(
+                self.params[index],
+                part.of_shard(shard),
+                name=self.plan.params[index].name,
+                group=self.group,
+            )
+            self._placeholders[index] = placeholder
+            parts.append((placeholder, part))
+        gradients = ShardedGradients(params, memory, shard, parts)
         transfer = ReduceScatter(spec, self.plan, gradients, shared.reducer, self.shard_exchanges)
         return LiveBucket(spec, shared, gradients, transfer), gradients
 

@@ -46,9 +46,9 @@ class ModuleSync:
 
     def take_part_together(self) -> None:
         """Makes a backward that reaches a parameter of any part a synchronization of all parts."""
-        engines = self.engines
-        for engine in engines:
-            engine.siblings = SiblingEngines(engines, close=weakref.WeakMethod(self.close))
+        siblings = SiblingEngines(self.engines, close=weakref.WeakMethod(self.close))
+        for engine in self.engines:
+            engine.take_part_with(siblings)
 
     def wait_for_parameters(self) -> None:
         """Waits for all parameters that a sharded optimizer updates."""

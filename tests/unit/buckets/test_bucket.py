@@ -151,8 +151,11 @@ def test_a_sparse_gradient_stays_a_tensor_of_merged_rows() -> None:
 
 
 class _Done:
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
     def wait(self) -> None:
-        """Is complete."""
+        self._events.append("wait")
 
 
 class _Transfer(BucketTransfer):
@@ -162,16 +165,12 @@ class _Transfer(BucketTransfer):
         super().__init__(wire_bytes=40)
         self._events = events
 
-    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
+    def start(self, trailer: TrailerCodec, turn: Turn) -> Sequence[Handle]:
         self._events.append("start")
-        self.handles = [Handle(_Done())]
+        return [Handle(_Done(self._events))]
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         raise NotImplementedError
-
-    def finish(self) -> None:
-        super().finish()
-        self._events.append("finish")
 
 
 class _Recorder:
@@ -204,7 +203,7 @@ def test_marks_lie_around_the_start_and_the_wait(is_only: bool) -> None:
     transfer.mark_ready()
     transfer.start(trailer, Turn(0))  # type: ignore[arg-type]
     transfer.finish()
-    assert events == ["mark", "mark", "start", "completes", "mark", "finish", "mark"]
+    assert events == ["mark", "mark", "start", "completes", "mark", "wait", "mark"]
     assert (transfer.kind, transfer.is_completed()) == (OpKind.ALL_REDUCE, True)
 
 

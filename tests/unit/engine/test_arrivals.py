@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from support.strategies import lowerings, plans
 from undertow.engine.arrivals import Arrivals
+from undertow.engine.backward_listener import BackwardListener
 from undertow.plan import Plan
 from undertow.schedule import Op, OpKind, Releases, Schedule, lower_data_parallel
 from undertow.schedule.op import EXTERNAL
@@ -21,11 +22,38 @@ ALL_LEAVE = "end: pack b0, all_reduce b0, pack b1, all_reduce b1, pack b2, all_r
 AFTER_REPEATS = ["0:", "1: pack b0, all_reduce b0", "0:", "repeats: True", "learn:", "reset:"]  # of WHOLE
 
 
+class Listener(BackwardListener):
+    """An engine that calls functions."""
+
+    def __init__(self, on_full: Callable[[int], object], on_backward: Callable[[int], object]) -> None:
+        self._on_full, self._on_backward = on_full, on_backward
+
+    def first_gradient_arrives(self, task: int) -> None:
+        self._on_backward(task)
+
+    def bucket_is_full(self, index: int) -> None:
+        self._on_full(index)
+
+    def arrives_outside(self, _param: object) -> None:
+        raise NotImplementedError
+
+    def backward_ends(self) -> None:
+        raise NotImplementedError
+
+    def backward_is_gone(self) -> None:
+        raise NotImplementedError
+
+
 def arrivals_of(
-    buckets: Sequence[Sequence[int]], num_params: int, *, on_full: Callable[[int], object], **more: Callable[..., Any]
+    buckets: Sequence[Sequence[int]],
+    num_params: int,
+    *,
+    on_full: Callable[[int], object],
+    on_backward: Callable[[int], object] = lambda _backward: None,
+    **more: Callable[..., Any],
 ) -> Arrivals:
-    given = {"backward_id": lambda: 7, "on_backward": lambda _backward: None, **more}
-    return Arrivals(buckets, range(num_params), on_full=on_full, **given)
+    given = {"backward_id": lambda: 7, **more}
+    return Arrivals(buckets, range(num_params), listener=Listener(on_full, on_backward), **given)
 
 
 def arrives(arrivals: Arrivals, index: int) -> None:
@@ -216,12 +244,12 @@ class Heard:
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
         self.calls: list[str] = []
         self.backward = 7
-        self.arrivals = Arrivals(
+        self.arrivals = arrivals_of(
             buckets,
-            range(1 + max(param for bucket in buckets for param in bucket)),
+            1 + max(param for bucket in buckets for param in bucket),
             on_full=lambda bucket: self.calls.append(f"b{bucket}"),
-            backward_id=lambda: self.backward,
             on_backward=lambda backward: self.calls.append(f"first in {backward}"),
+            backward_id=lambda: self.backward,
         )
 
     def after(self, event: str) -> str:
@@ -305,9 +333,8 @@ def test_an_arrival_that_is_counted_when_its_hooks_are_closed_fills_no_bucket() 
     # Its backward may begin a round, and the round may change the plan, which closes them.
     full: list[int] = []
     arrivals = arrivals_of([(0,)], 1, on_full=full.append, on_backward=lambda _: arrivals.close())
-    arrivals.owner = object()
     arrives(arrivals, 0)
-    assert (full, arrivals.owner) == ([], None)
+    assert full == []
 
 
 def test_what_a_hook_of_the_users_returns_is_no_parameter() -> None:

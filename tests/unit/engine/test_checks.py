@@ -176,6 +176,7 @@ def compared(loading: dict[int, tuple[int, ...]], delays: tuple[int, ...], *, is
                 unread[rank] = [(number + 1, overdue) for _, overdue in unread[rank]]
             elif telling:
                 unread[rank].append((number + delay, Reading(**said, is_overdue=True)))
+            loads[rank].round_ends(this)
             if loads[rank].are_told_by_all(this):
                 loads[rank].settle(number)
                 found[rank].append(number)

@@ -292,6 +292,40 @@ def test_ranks_go_on_once_they_have_changed_alike(changed: int, change: str) -> 
     ranks_of(2, on_rank)
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_request_to_stop_reaches_all_ranks_in_the_round_that_tells_of_a_change(changed: int, asked: int) -> None:
+    def on_rank(rank: Rank) -> bool:
+        training = Training(rank, "ddp")
+        training.step()
+        if rank.number == changed:
+            CHANGES["unfrozen"][0](training)
+        if rank.number == asked:
+            training.sync._own.stop.ask()
+        with pytest.raises(PlanMismatch, match="in the same step on every rank"):
+            training.step()
+        training.sync.close()
+        return training.sync.stop_requested
+
+    assert ranks_of(2, on_rank) == [True, True]
+
+
+def test_a_rank_that_changes_tells_the_settings_of_its_steps_too() -> None:
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "ddp")
+        training.optimizer.param_groups[0]["lr"] = 0.25 * rank.number
+        training.step()
+        if rank.number == 0:
+            CHANGES["unfrozen"][0](training)
+        with pytest.raises(PlanMismatch) as caught:
+            training.step()
+        training.sync.close()
+        return str(caught.value)
+
+    for text in ranks_of(3, on_rank):
+        assert "lr of group 0 of SGD with 'units.0.bias' is 0 on rank 0, 0.25 on rank 1, 0.5 on rank 2" in text
+
+
 def test_a_model_that_could_not_leave_holds_no_other_one_up() -> None:
     """Its backward is over, by an exception of another model."""
 

@@ -72,7 +72,7 @@ def linear() -> nn.Linear:
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
     for name, param in layer.named_parameters():
-        param.grad = GradientPlaceholder(param, name=name)
+        param.grad = GradientPlaceholder(param, torch.empty(0), name=name)
     return layer
 
 

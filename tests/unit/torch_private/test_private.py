@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,7 +81,8 @@ def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_th
 
     full: list[int] = []
     param = ones(1)
-    arrivals = Arrivals([[0]], [param], on_full=full.append, backward_id=lambda: 0, on_backward=lambda _: None)
+    listener = SimpleNamespace(bucket_is_full=full.append, first_gradient_arrives=lambda _: None)
+    arrivals = Arrivals([[0]], [param], listener=listener, backward_id=lambda: 0)  # type: ignore[arg-type]
     hook = private.hook_gradients(param, arrivals.hooks[0])
     torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
     hook.remove()
