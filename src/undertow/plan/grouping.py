@@ -213,9 +213,7 @@ def plan_in_order(
     total_bytes = sum(spec.num_bytes for spec in params)
     caps = _caps(config.bucket_cap_mb, total_bytes=total_bytes, has_shards=has_shards)
     groups = group_by_size(params, order, caps, num_shards=num_shards or num_ranks)
-    if has_shards and config.bucket_cap_mb is None:
-        # Their buckets are sent twice, and no trial finds larger ones.
-        groups = by_last_ready(join_crumbs(params, groups), order)
+    groups = by_last_ready(join_crumbs(params, groups), order)
     return plan_from_groups(
         params,
         groups,

@@ -132,20 +132,18 @@ def groups_of(sizes: list[int], *, is_last_alone: bool = False, **settings: Any)
     params = [spec(f"p{at}", 256 * size) for at, size in enumerate(sizes)]
     if is_last_alone:
         params[-1] = spec("other", 128 * sizes[-1], dtype="float64")
-    has_shards = bool(settings.pop("has_shards", True))
-    plan = plan_in_order(params, range(len(sizes)), SyncConfig(**settings), num_ranks=2, has_shards=has_shards)
+    plan = plan_in_order(params, range(len(sizes)), SyncConfig(**settings), num_ranks=2, has_shards=True)
     return written(plan.groups)
 
 
-def test_with_shards_a_crumb_next_to_a_large_parameter_has_no_bucket_of_its_own() -> None:
+def test_a_crumb_next_to_a_large_parameter_has_no_bucket_of_its_own() -> None:
     sizes = [2000, 40, 2000, 30, 30, 2000, 40, 9000]
     assert groups_of(sizes) == ["0 1", "2 3 4", "5 6", "7"]
     assert groups_of([40, 2000, 40, 2000]) == ["0 1 2", "3"]
     assert groups_of([2000, 70, 2000]) == ["0", "1", "2"]  # more than a thirty-second
     assert groups_of([2000, 40], is_last_alone=True) == ["0", "1"]
-    # trials find larger buckets, and sizes that were asked for stay
-    assert groups_of([2000, 40, 2000], has_shards=False) == ["0", "1", "2"]
-    assert groups_of([2000, 40, 2000], bucket_cap_mb=1.0) == ["0", "1", "2"]
+    assert groups_of([1024, 4, 1024, 4], bucket_cap_mb=1.0) == ["0 1", "2 3"]
+    assert groups_of([1024, 512, 1024], bucket_cap_mb=1.0) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(

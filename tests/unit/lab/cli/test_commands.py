@@ -480,7 +480,7 @@ def test_a_plan_shows_the_format_of_each_bucket(undertow: Undertow) -> None:
     assert all(row[-1].endswith(" int8") for row in rows_of(printed))
     assert re.search(r" ms: .*, all in int8 \(this plan\)\n", printed)
     sized = undertow("plan small.json --link 100mbit --wire int8 --bucket-cap-mb 17 --json").out
-    assert Plan.from_json(sized).wires == ("int8",) * 4
+    assert Plan.from_json(sized).wires == ("int8",) * 3
     assert set(Plan.from_json(undertow("plan small.json --link 400gbit,1us --wire auto --json").out).wires) == {None}
 
 
