@@ -16,7 +16,7 @@ _MIB = 1024 * 1024
 _SMALLEST, _LARGEST = float(_MIB), 25.0 * _MIB
 _LARGEST_SHARE = 1 / 8  # of all gradients, if that is more
 _GROWTH, _GROWTH_WITH_SHARDS = 1.5, 1.2
-_CRUMB = 1 / 32  # of the bytes of a neighbor
+_CRUMB = 1 / 32  # of the smallest cap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,18 +95,19 @@ def group_by_size(
     return by_last_ready(groups, order)
 
 
-def join_crumbs(params: Sequence[ParamSpec], groups: Groups) -> Groups:
+def join_crumbs(params: Sequence[ParamSpec], groups: Groups, caps: SizeCaps) -> Groups:
     """Returns the groups in their order, each crumb with a neighbor of its kind.
 
     A parameter above the cap leaves the bias next to it in a separate group, whose messages take
-    more processor time than its bytes.
+    more processor time than its bytes. A small group that fills a small cap is none.
     """
+    largest_crumb = _CRUMB * min((caps.cap_bytes, *caps.first_bytes, *caps.last_bytes))
     joined: list[list[int]] = []
     num_bytes: list[int] = []
     for group in groups:
         size = sum(params[param].num_bytes for param in group)
         is_alike = bool(joined) and params[joined[-1][0]].kind == params[group[0]].kind
-        if is_alike and min(size, num_bytes[-1]) <= _CRUMB * max(size, num_bytes[-1]):
+        if is_alike and min(size, num_bytes[-1]) <= largest_crumb:
             joined[-1].extend(group)
             num_bytes[-1] += size
         else:
@@ -213,7 +214,7 @@ def plan_in_order(
     total_bytes = sum(spec.num_bytes for spec in params)
     caps = _caps(config.bucket_cap_mb, total_bytes=total_bytes, has_shards=has_shards)
     groups = group_by_size(params, order, caps, num_shards=num_shards or num_ranks)
-    groups = by_last_ready(join_crumbs(params, groups), order)
+    groups = by_last_ready(join_crumbs(params, groups, caps), order)
     return plan_from_groups(
         params,
         groups,

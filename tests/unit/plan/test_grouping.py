@@ -137,13 +137,16 @@ def groups_of(sizes: list[int], *, is_last_alone: bool = False, **settings: Any)
 
 
 def test_a_crumb_next_to_a_large_parameter_has_no_bucket_of_its_own() -> None:
-    sizes = [2000, 40, 2000, 30, 30, 2000, 40, 9000]
+    sizes = [2000, 30, 2000, 15, 15, 2000, 30, 9000]
     assert groups_of(sizes) == ["0 1", "2 3 4", "5 6", "7"]
-    assert groups_of([40, 2000, 40, 2000]) == ["0 1 2", "3"]
-    assert groups_of([2000, 70, 2000]) == ["0", "1", "2"]  # more than a thirty-second
-    assert groups_of([2000, 40], is_last_alone=True) == ["0", "1"]
+    assert groups_of([30, 2000, 30, 2000]) == ["0 1 2", "3"]
+    assert groups_of([1200, 33, 1200]) == ["0", "1", "2"]  # more than a thirty-second of the smallest cap
+    assert groups_of([2000, 30], is_last_alone=True) == ["0", "1"]
     assert groups_of([1024, 4, 1024, 4], bucket_cap_mb=1.0) == ["0 1", "2 3"]
-    assert groups_of([1024, 512, 1024], bucket_cap_mb=1.0) == ["0", "1", "2"]
+    # small buckets that are asked for stay: the first and the last of one number, and the first of a list
+    ends = [1024, *[1024] * 64, 1024]
+    assert groups_of(ends, bucket_cap_mb=64.0) == ["0", f"1 2 {' '.join(map(str, range(3, 65)))}", "65"]
+    assert groups_of([20, 2000, 2000], bucket_cap_mb=[0.02, 4.0]) == ["0", "1 2"]
 
 
 @pytest.mark.parametrize(
