@@ -49,8 +49,8 @@ class SyncConfig:
             None: "zero1" if there is a ShardedOptimizer, "ddp" until then.
         bucket_cap_mb: Largest bucket in MiB; None lets the library choose from the size of the
             model. Several sizes apply to the first buckets, one each; the last size holds for all
-            buckets that follow. What would fill at most a thirty-second of the smallest size joins
-            the bucket next to it.
+            buckets that follow. A parameter of less than a thirty-second of the smallest bucket
+            goes with the one that follows, even above the size: a bias with its weight.
         order: The expected order of gradients: "observed" (the order of rank 0's first
             backward; reverse registration until then) or "reverse" (of registration).
         plan: A plan to pin: the path of a file written by `save_plan`, its text, or a `Plan`. It is

@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from undertow.config import SyncConfig
 from undertow.errors import require
@@ -75,10 +76,15 @@ def by_last_ready(groups: Iterable[Sequence[int]], order: Sequence[int]) -> Grou
 
 
 def group_by_size(
-    params: Sequence[ParamSpec], order: Sequence[int], caps: SizeCaps, *, num_shards: int = 1
+    params: Sequence[ParamSpec],
+    order: Sequence[int],
+    caps: SizeCaps,
+    *,
+    num_shards: int = 1,
+    crumb_bytes: float = 0.0,
 ) -> Groups:
     """Groups consecutive parameters of `order`, as many as fit under the caps; a larger parameter
-    gets its own bucket.
+    gets its own bucket. Parameters of less than `crumb_bytes` go with what follows.
 
     Parameters of different dtype or device go to different groups. Groups are sorted by the time at
     which their last member is ready, which is the launch order.
@@ -86,34 +92,45 @@ def group_by_size(
     A parameter that one of `num_shards` ranks updates counts by that share of its bytes: a bucket
     takes as long as its largest part, so it needs parameters for every rank.
     """
-    rest = list(order)
     sizes = [spec.num_bytes / (num_shards if spec.is_whole else 1) for spec in params]
+    units = {unit[-1]: unit for unit in _units(params, order, crumb_bytes)}
+    for last, unit in units.items():
+        sizes[last] = sum(map(sizes.__getitem__, unit))
+    rest = list(units)
     last_groups = _take_last_groups(sizes, rest, caps.last_bytes)
     groups = _next_fit(params, sizes, rest, (*caps.first_bytes, caps.cap_bytes))
     for group in last_groups:
         groups += _next_fit(params, sizes, group, (math.inf,))  # one group for each kind
-    return by_last_ready(groups, order)
+    whole = [tuple(chain.from_iterable(map(units.__getitem__, group))) for group in groups]
+    return by_last_ready(whole, order)
 
 
-def join_crumbs(params: Sequence[ParamSpec], groups: Groups, caps: SizeCaps) -> Groups:
-    """Returns the groups in their order, each crumb with a neighbor of its kind.
+def _units(params: Sequence[ParamSpec], order: Sequence[int], crumb_bytes: float) -> Groups:
+    """Returns consecutive parameters of a kind that travel as one: those that have `crumb_bytes`
+    together.
 
-    A parameter above the cap leaves the bias next to it in a separate group, whose messages take
-    more processor time than its bytes. A small group that fills a small cap is none.
+    So a crumb, with less than that, goes with what follows: a bias arrives with the weight of its
+    layer. In a bucket that is full without it, it would hold up the others until then. Alone, its
+    messages would take more processor time than its bytes.
     """
-    largest_crumb = _CRUMB * min((caps.cap_bytes, *caps.first_bytes, *caps.last_bytes))
-    joined: list[list[int]] = []
-    num_bytes: list[int] = []
-    for group in groups:
-        size = sum(params[param].num_bytes for param in group)
-        is_alike = bool(joined) and params[joined[-1][0]].kind == params[group[0]].kind
-        if is_alike and min(size, num_bytes[-1]) <= largest_crumb:
-            joined[-1].extend(group)
-            num_bytes[-1] += size
+    units: list[list[int]] = []
+    last_of: dict[Kind, list[int]] = {}
+    waiting: dict[Kind, list[int]] = {}
+    num_waiting: defaultdict[Kind, int] = defaultdict(int)  # bytes
+    for param in order:
+        kind = params[param].kind
+        waiting.setdefault(kind, []).append(param)
+        num_waiting[kind] += params[param].num_bytes
+        if num_waiting[kind] >= crumb_bytes:
+            last_of[kind] = waiting.pop(kind)
+            units.append(last_of[kind])
+            num_waiting[kind] = 0
+    for kind, crumbs in waiting.items():  # nothing follows them
+        if kind in last_of:
+            last_of[kind].extend(crumbs)
         else:
-            joined.append(list(group))
-            num_bytes.append(size)
-    return tuple(map(tuple, joined))
+            units.append(crumbs)
+    return by_last_ready(units, order)
 
 
 def _take_last_groups(
@@ -213,8 +230,13 @@ def plan_in_order(
     """Makes buckets of the configured size over `order`."""
     total_bytes = sum(spec.num_bytes for spec in params)
     caps = _caps(config.bucket_cap_mb, total_bytes=total_bytes, has_shards=has_shards)
-    groups = group_by_size(params, order, caps, num_shards=num_shards or num_ranks)
-    groups = by_last_ready(join_crumbs(params, groups, caps), order)
+    groups = group_by_size(
+        params,
+        order,
+        caps,
+        num_shards=num_shards or num_ranks,
+        crumb_bytes=_CRUMB * min((caps.cap_bytes, *caps.first_bytes, *caps.last_bytes)),
+    )
     return plan_from_groups(
         params,
         groups,
@@ -294,9 +316,10 @@ def equal_groups(
     *,
     num_buckets: int,
     last_share: float = 1.0,
+    joins_crumbs: bool = False,
 ) -> Groups:
     """Returns about `num_buckets` groups of consecutive parameters of `order`, of about equal
-    bytes.
+    bytes. With `joins_crumbs`, crumbs go with what follows.
 
     The last one has `last_share` of the bytes of another one. Parameters of different dtype, device
     or optimizer go to different groups: each kind gets its share of `num_buckets`, and one at
@@ -313,11 +336,13 @@ def equal_groups(
         target = num_bytes / (number - 1 + last_share) or 1
         stretches: list[list[int]] = [[] for _ in range(number)]
         sent_bytes = 0
-        for param in members:
-            middle = sent_bytes + params[param].num_bytes / 2
+        crumb_bytes = _CRUMB * min(target, _SMALLEST) if joins_crumbs else 0.0
+        for unit in _units(params, members, crumb_bytes):
+            unit_bytes = sum(params[param].num_bytes for param in unit)
+            middle = sent_bytes + unit_bytes / 2
             stretch = min(int(middle / target), number - 1)
-            stretches[stretch].append(param)
-            sent_bytes += params[param].num_bytes
+            stretches[stretch].extend(unit)
+            sent_bytes += unit_bytes
         groups += filter(None, stretches)
     return by_last_ready(groups, order)
 

@@ -192,7 +192,11 @@ class Trials:
         """Returns a plan whose buckets have the format of their last parameter in the present
         plan."""
         groups = equal_groups(
-            self.present.params, self._order, num_buckets=num_buckets, last_share=last_share
+            self.present.params,
+            self._order,
+            num_buckets=num_buckets,
+            last_share=last_share,
+            joins_crumbs=True,
         )
         wire_of = {
             param: wire

@@ -136,16 +136,18 @@ def groups_of(sizes: list[int], *, is_last_alone: bool = False, **settings: Any)
     return written(plan.groups)
 
 
-def test_a_crumb_next_to_a_large_parameter_has_no_bucket_of_its_own() -> None:
+def test_a_crumb_travels_with_the_larger_parameter_that_follows() -> None:
     sizes = [2000, 30, 2000, 15, 15, 2000, 30, 9000]
-    assert groups_of(sizes) == ["0 1", "2 3 4", "5 6", "7"]
-    assert groups_of([30, 2000, 30, 2000]) == ["0 1 2", "3"]
+    assert groups_of(sizes) == ["0", "1 2", "3 4 5", "6 7"]
+    assert groups_of([30, 2000, 30, 2000, 30]) == ["0 1", "2 3 4"]  # or with the one before, if none follows
     assert groups_of([1200, 33, 1200]) == ["0", "1", "2"]  # more than a thirty-second of the smallest cap
     assert groups_of([2000, 30], is_last_alone=True) == ["0", "1"]
-    assert groups_of([1024, 4, 1024, 4], bucket_cap_mb=1.0) == ["0 1", "2 3"]
+    assert groups_of([1024, 4, 1024, 4], bucket_cap_mb=1.0) == ["0", "1 2 3"]
+    # A bucket that is full without the bias of the next layer does not wait for it.
+    assert groups_of([4, 400, 4, 400, 4, 400, 4, 400], bucket_cap_mb=[0.8]) == ["0 1 2 3", "4 5 6 7"]
     # small buckets that are asked for stay: the first and the last of one number, and the first of a list
     ends = [1024, *[1024] * 64, 1024]
-    assert groups_of(ends, bucket_cap_mb=64.0) == ["0", f"1 2 {' '.join(map(str, range(3, 65)))}", "65"]
+    assert groups_of(ends, bucket_cap_mb=64.0) == ["0", " ".join(map(str, range(1, 65))), "65"]
     assert groups_of([20, 2000, 2000], bucket_cap_mb=[0.02, 4.0]) == ["0", "1 2"]
 
 
