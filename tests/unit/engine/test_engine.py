@@ -566,6 +566,28 @@ def test_parts_that_came_late_once_are_waited_for_from_then_on() -> None:
     assert errors_of(2, train, "linear twice-reentrant linear") == ["", ""]
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_late_gradients_are_dropped_if_another_rank_has_changed(changed: int) -> None:
+    def train(training: Training) -> None:
+        is_changed = training.rank.number == changed
+        if is_changed:
+            training.module.units.append(made("linear", 9))
+        with pytest.raises(PlanMismatch, match="in the same step on every rank"):
+            training.step()
+        if is_changed:
+            del training.module.units[3]
+        training.module.zero_grad()
+        if is_changed:
+            training.backward()
+        else:  # its late gradients of the step before are not sent with the other rank's
+            training.sync.finish()
+        own = training.rank.gather(training.own())[changed]
+        for param, grad in zip(training.module.parameters(), own, strict=True):
+            torch.testing.assert_close(param.grad, grad / 2, rtol=1e-6, atol=1e-6)  # as in `require_mean`
+
+    assert errors_of(2, train, "linear twice-reentrant linear") == ["", ""]
+
+
 def test_gradients_of_experts_are_divided_by_their_divisor_whatever_changes() -> None:
     def on_rank(rank: Rank) -> None:
         experts = (ExpertGroup(match="*", process_group=None, divisor=4.0),)
