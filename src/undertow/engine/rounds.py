@@ -119,20 +119,23 @@ class Rounds:
             stage, ending.stage = ending.stage, None
             if stage is None:
                 return  # a signal handler has run it
+            following: Stage | None = None
             match stage:
                 case Stage.START:
-                    ending.stage = self._start_late(ending)
+                    following = self._start_late(ending)
                 case Stage.REBUILD:
-                    ending.stage = self._rebuild(ending)
+                    following = self._rebuild(ending)
                 case Stage.SEND:
-                    ending.stage = ending.send()
+                    following = ending.send()
                 case Stage.WAIT:
-                    ending.stage = ending.wait()
+                    following = ending.wait()
                 case Stage.ADD_LATE:
                     ending.add_late()
                 case _:
                     assert_never(stage)
-            if ending.stage is None:
+            # From here on a signal handler may run the other stages, and conclude the round.
+            ending.stage = following
+            if following is None:
                 self._conclude(ending)
         except BaseException:
             if self.now is ending:
