@@ -122,7 +122,7 @@ class Rounds:
             following: Stage | None = None
             match stage:
                 case Stage.START:
-                    following = self._start_late(ending)
+                    following = self._start_after_backward(ending)
                 case Stage.REBUILD:
                     following = self._rebuild(ending)
                 case Stage.SEND:
@@ -142,7 +142,7 @@ class Rounds:
                 self._close()
             raise
 
-    def _start_late(self, ending: Round) -> Stage | None:
+    def _start_after_backward(self, ending: Round) -> Stage | None:
         """Starts a round whose backward has ended, and sends it at once: other engines may wait for
         that.
 
@@ -183,7 +183,7 @@ class Rounds:
         finally:
             self._current_plan.has_left()
         progress.num_rounds += 1
-        return self._start_late(ending)
+        return self._start_after_backward(ending)
 
     def _conclude(self, ended: Round) -> None:
         """Called after the last stage."""
