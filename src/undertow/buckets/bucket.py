@@ -9,7 +9,7 @@ Reasons: docs/design/buckets.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,9 +66,7 @@ class LiveBucket:
         )
         self._shared = shared
         self._is_packed = False  # by a round that only accumulates
-        # by position, gradients that arrived after the bucket was packed
-        self._late: dict[int, Tensor] = {}
-        # these, on their way in a second collective
+        # late gradients, on their way in a second collective
         self._late_sent: tuple[Sequence[Tensor], Sequence[Handle]] | None = None
 
     @cached_property
@@ -103,22 +101,25 @@ class LiveBucket:
             self._is_packed = False
             self.gradients.bind_local()
 
-    def catch_late(self) -> bool:
+    def catch_late(self) -> dict[int, Tensor]:
         """Takes gradients that arrived after the bucket was packed out of `.grad`.
 
-        Returns True if there are any.
+        Returns them by position.
         """
+        late: dict[int, Tensor] = {}
         for position, param in enumerate(self.params):
             if param.grad is not None:
-                self._late[position], param.grad = param.grad, None
-        return bool(self._late)
+                late[position], param.grad = param.grad, None
+        return late
 
     @torch.no_grad()
-    def start_late(self) -> None:
-        """Reduces, in a second round, the gradients that arrived late on any rank."""
-        self._keep(self._late.values())
-        values = self.gradients.late_values(self._late)
-        self._late.clear()
+    def start_late(self, late: Mapping[int, Tensor]) -> None:
+        """Reduces, in a second round, the gradients that arrived late on any rank.
+
+        `late` has the gradients of this rank, by position.
+        """
+        self._keep(late.values())
+        values = self.gradients.late_values(late)
         self._late_sent = values, self.transfer.start_late(values)
 
     @torch.no_grad()

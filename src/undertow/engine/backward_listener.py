@@ -32,4 +32,4 @@ class BackwardListener(ABC):
 
     @abstractmethod
     def backward_is_gone(self) -> None:
-        """Called when a backward is gone, before its end if an exception has ended it."""
+        """Called when a backward, nested or not, has ended, or was ended by an exception."""

@@ -12,6 +12,7 @@ from itertools import repeat
 from operator import attrgetter, is_not
 
 import torch
+from torch import Tensor
 
 from undertow.buckets.bucket import LiveBucket
 from undertow.buckets.facts import Facts
@@ -130,6 +131,8 @@ class Round:
     compiled: CompiledPlan = field(init=False)
     num_sent: int = 0  # buckets that have left
     kept: set[int] = field(default_factory=set)  # buckets that an accumulation has packed
+    # bucket -> position -> gradient that arrived on this rank after the bucket was packed
+    late: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     hooks: ParamHooks | None = None  # that follow its gradients; None before a rebuild
 
     def start(self, compiled: CompiledPlan, hooks: ParamHooks | None, terms: Terms) -> None:
@@ -194,11 +197,13 @@ class Round:
         if self.kind is not RoundKind.ACCUMULATE:
             for bucket in self.compiled.buckets:
                 self.compiled.run((OpKind.BIND, self._bind), bucket=bucket)
-        if self.kind is RoundKind.RETIRE:
-            return None  # the ranks rebuild, or raise
-        late_buckets = self.found.late_buckets if self.found.readings else ()
+        if self.kind is RoundKind.RETIRE or not self.found.readings:
+            return None
+        if self.found.reported(Fact.CHANGED, overdue=False):
+            return None  # all ranks raise: the ones that have changed send no late gradients
+        late_buckets = self.found.late_buckets
         for index in late_buckets:
-            self.compiled.buckets[index].start_late()
+            self.compiled.buckets[index].start_late(self.late.pop(index, {}))
         return Stage.ADD_LATE if late_buckets else None
 
     def add_late(self) -> None:
@@ -299,7 +304,11 @@ class Round:
         if self.terms.is_stopping:
             flags[Fact.STOPPING] = here
         if has_late:
-            flags[Fact.LATE] = [each.spec.index for each in compiled.buckets if each.catch_late()]
+            for bucket in compiled.buckets:
+                late = bucket.catch_late()
+                if late:
+                    self.late[bucket.spec.index] = late
+            flags[Fact.LATE] = list(self.late)
         return Facts(
             digests=self.terms.digests,
             flags=flags,

@@ -119,27 +119,30 @@ class Rounds:
             stage, ending.stage = ending.stage, None
             if stage is None:
                 return  # a signal handler has run it
+            following: Stage | None = None
             match stage:
                 case Stage.START:
-                    ending.stage = self._start_late(ending)
+                    following = self._start_after_backward(ending)
                 case Stage.REBUILD:
-                    ending.stage = self._rebuild(ending)
+                    following = self._rebuild(ending)
                 case Stage.SEND:
-                    ending.stage = ending.send()
+                    following = ending.send()
                 case Stage.WAIT:
-                    ending.stage = ending.wait()
+                    following = ending.wait()
                 case Stage.ADD_LATE:
                     ending.add_late()
                 case _:
                     assert_never(stage)
-            if ending.stage is None:
+            # From here on a signal handler may run the other stages, and conclude the round.
+            ending.stage = following
+            if following is None:
                 self._conclude(ending)
         except BaseException:
             if self.now is ending:
                 self._close()
             raise
 
-    def _start_late(self, ending: Round) -> Stage | None:
+    def _start_after_backward(self, ending: Round) -> Stage | None:
         """Starts a round whose backward has ended, and sends it at once: other engines may wait for
         that.
 
@@ -180,7 +183,7 @@ class Rounds:
         finally:
             self._current_plan.has_left()
         progress.num_rounds += 1
-        return self._start_late(ending)
+        return self._start_after_backward(ending)
 
     def _conclude(self, ended: Round) -> None:
         """Called after the last stage."""

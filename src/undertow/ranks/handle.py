@@ -24,7 +24,7 @@ Task = Callable[[], Any]
 
 
 class Waiter(Protocol):
-    """An `OwnGroup`, or a wait over a group with a name."""
+    """An `OwnGroup`, or a wait over one, or over a group of the user's."""
 
     def complete(self, work: Work) -> None:
         """Waits for one work; raises if it failed."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from support import one_process
+from support.inside import before_lines
 from support.levels import some
 from support.models import noise
 from support.one_process import Rank, ranks_of
@@ -33,6 +34,7 @@ from undertow.buckets.bucket import Shared
 from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading
+from undertow.engine.rounds import Rounds
 from undertow.errors import Desync, ReplicaMismatch
 from undertow.schedule import Op, OpKind
 from undertow.tune import trials
@@ -562,6 +564,28 @@ def test_parts_that_came_late_once_are_waited_for_from_then_on() -> None:
             nums.append(0)
             training.step()
         assert nums == [8, 6, 6]
+
+    assert errors_of(2, train, "linear twice-reentrant linear") == ["", ""]
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_late_gradients_are_dropped_if_another_rank_has_changed(changed: int) -> None:
+    def train(training: Training) -> None:
+        is_changed = training.rank.number == changed
+        if is_changed:
+            training.module.units.append(made("linear", 9))
+        with pytest.raises(PlanMismatch, match="in the same step on every rank"):
+            training.step()
+        if is_changed:
+            del training.module.units[3]
+        training.module.zero_grad()
+        if is_changed:
+            training.backward()
+        else:  # its late gradients of the step before are not sent with the other rank's
+            training.sync.finish()
+        own = training.rank.gather(training.own())[changed]
+        for param, grad in zip(training.module.parameters(), own, strict=True):
+            torch.testing.assert_close(param.grad, grad / 2, rtol=1e-6, atol=1e-6)  # as in `require_mean`
 
     assert errors_of(2, train, "linear twice-reentrant linear") == ["", ""]
 
@@ -1273,6 +1297,31 @@ def test_a_signal_handler_may_wait_while_buckets_are_sent() -> None:
         training.require_mean()
 
     assert errors_of(2, train) == ["", ""]
+
+
+def test_a_signal_handler_may_wait_between_the_stages_of_a_reduction() -> None:
+    """As a save in it does."""
+
+    def train(training: Training) -> None:
+        engine = training.sync._engine
+
+        def reduce_with(handler: Callable[[], object], number: int) -> list[str]:
+            num_rounds = engine.progress.num_rounds
+            training.module.zero_grad()
+            accumulate(training)
+            with before_lines(Rounds, handler, number=number) as ran:
+                training.sync.reduce_gradients_async().wait()
+            assert (number, engine.progress.num_rounds) == (number, num_rounds + 1)
+            training.require_mean()
+            return ran
+
+        ran = reduce_with(lambda: None, 1)
+        numbers = [number for number, name in enumerate(ran, start=1) if name == "advance"]
+        assert len(numbers) > 10
+        for number in numbers:
+            reduce_with(engine.siblings.wait_for_reductions, number)
+
+    assert errors_of(2, train, "linear") == ["", ""]
 
 
 def test_skipped_steps_are_told_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
