@@ -196,7 +196,7 @@ SHOWN = {
     # A profile has a strategy; a size overrides its plan.
     "plan sharded.json --link 10gbit": ("zero1, ranks: 4, ", "Error"),
     "plan sharded.json --link 10gbit --strategy ddp": ("ddp, ranks: 4, ", "Error"),
-    "plan small.json --link 10gbit --bucket-cap-mb 17": ("buckets: 4\n", "The fastest plans"),
+    "plan small.json --link 10gbit --bucket-cap-mb 17": ("buckets: 3\n", "The fastest plans"),
     "simulate small.json --link 8gbit,10us --skew 0.05": ("late", "The profile's skew"),
     "simulate skewed.json": (
         "The skew is the profile's: the computing times of its ranks had a standard deviation of 15.7%. If something "
