@@ -129,7 +129,7 @@ REMOVALS = (
     Removal(COLLECTIVES, "            self.group.hardware.keep(tensor)", "            pass"),
     Removal("buckets/bucket.py", "        self._shared.reducer.group.hardware.keep(memory.flat)", "        pass"),
     Removal("engine/round.py", "            bucket.keep_gradients()", "            pass"),
-    Removal("buckets/bucket.py", "        self._keep(self._late.values())\n", ""),
+    Removal("buckets/bucket.py", "        self._keep(late.values())\n", ""),
     Removal("sharded/sharding.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),
     Removal("sharded/params.py", "device_of(param.device).keep(param)", "param"),
     Removal("optim/state.py", "return device_of(state.device).keep(state)", "return state"),
