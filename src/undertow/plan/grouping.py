@@ -33,13 +33,17 @@ class SizeCaps:
     last_bytes: tuple[float, ...] = ()  # of the last bucket, the one before it, and so on
 
     def __post_init__(self) -> None:
-        sizes = (self.cap_bytes, *self.first_bytes, *self.last_bytes)
         require(
-            all(size > 0 for size in sizes),  # NaN is not above zero either
-            f"the size of a bucket must be positive, got {', '.join(map(str, sizes))}.",
+            all(size > 0 for size in self.sizes),  # NaN is not above zero either
+            f"the size of a bucket must be positive, got {', '.join(map(str, self.sizes))}.",
             where="the largest sizes of buckets",
             remedy="Give a size above zero; math.inf puts everything into one bucket.",
         )
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """All largest sizes, in bytes."""
+        return self.cap_bytes, *self.first_bytes, *self.last_bytes
 
 
 def default_caps(total_bytes: int, *, has_shards: bool = False) -> SizeCaps:
@@ -235,7 +239,7 @@ def plan_in_order(
         order,
         caps,
         num_shards=num_shards or num_ranks,
-        crumb_bytes=_CRUMB * min((caps.cap_bytes, *caps.first_bytes, *caps.last_bytes)),
+        crumb_bytes=_CRUMB * min(caps.sizes),
     )
     return plan_from_groups(
         params,
