@@ -214,17 +214,8 @@ class WhatIf:
         A row of fixed sizes may be faster. With whole parameters, the plan that training begins
         with, because it stays.
         """
-        profile = self.profile
-        if any(spec.is_whole for spec in profile.params):
-            first = plan_in_order(
-                profile.params,
-                profile.order,
-                SyncConfig(),
-                num_ranks=self.num_ranks,
-                num_shards=self._num_shards,
-                has_shards=True,
-            )
-            return self.in_formats(first.groups)
+        if any(spec.is_whole for spec in self.profile.params):
+            return self.sized(SyncConfig())
         best = self.choice.best
         return self._plan(best.groups, best.wires)
 
@@ -260,6 +251,18 @@ class WhatIf:
         if self.optimizer is None:
             return self.profile
         return with_divided_update(self.profile, plan, self.strategy)
+
+    def sized(self, config: SyncConfig) -> Plan:
+        """Returns the plan that training begins with under `config`, in this profile's order."""
+        first = plan_in_order(
+            self.profile.params,
+            self.profile.order,
+            config,
+            num_ranks=self.num_ranks,
+            num_shards=self._num_shards,
+            has_shards=self.strategy.gather is not None,
+        )
+        return self.in_formats(first.groups)
 
     def in_formats(self, groups: Groups) -> Plan:
         """Returns the plan of these buckets, in the formats that the model chooses."""

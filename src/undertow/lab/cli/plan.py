@@ -9,7 +9,7 @@ from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.lab.planning import Candidate
 from undertow.lab.what_if import WhatIf
-from undertow.plan import Plan, plan_in_order
+from undertow.plan import Plan
 from undertow.schedule import lower_data_parallel
 from undertow.shown import counted, print_line, table_of
 from undertow.tune import formats_text
@@ -39,19 +39,11 @@ def show_plan(
     Raises ConfigError for a network without costs, an impossible size, and a file that cannot be
     written.
     """
-    profile = what_if.profile
     chosen = what_if.strategy
     if bucket_cap_mb is None:
         plan = what_if.planned
     else:
-        sized = plan_in_order(
-            profile.params,
-            profile.order,
-            SyncConfig(bucket_cap_mb=bucket_cap_mb),
-            num_ranks=what_if.num_ranks,
-            has_shards=chosen.gather is not None,
-        )
-        plan = what_if.in_formats(sized.groups)
+        plan = what_if.sized(SyncConfig(bucket_cap_mb=bucket_cap_mb))
     if out is not None:
         require(
             out.suffix != ".gz",

@@ -22,6 +22,7 @@ from support.project import DOCS, ROOT, SOURCES, name_of
 from support.schedules import schedule_from_text
 from support.strategies import spec
 from undertow import errors
+from undertow.config import SyncConfig
 from undertow.errors import ConfigError
 from undertow.lab import demo
 from undertow.lab.cli import main
@@ -32,7 +33,7 @@ from undertow.lab.report import timeline
 from undertow.lab.report.comparison import compared
 from undertow.lab.what_if import MEASURED as OWN
 from undertow.lab.what_if import WhatIf
-from undertow.plan import Plan
+from undertow.plan import Plan, plan_in_order
 from undertow.schedule import STRATEGIES, Strategy
 
 
@@ -189,6 +190,17 @@ def test_options_choose_the_schedule(options: str, golden: str, undertow: Undert
 def test_a_plan_is_printed_as_json_that_settings_take(undertow: Undertow) -> None:
     printed = undertow("plan small.json --link 10gbit,20us --json").out
     assert Plan.from_json(printed) == what_if().planned
+
+
+def test_buckets_of_a_given_size_on_a_mesh_are_those_that_training_begins_with(undertow: Undertow) -> None:
+    whole = tuple(replace(spec(name, MIB // 8), is_whole=True) for name in "abcd")
+    replace(SMALL, params=whole, ready_us=(4.0, 3.0, 2.0, 1.0)).save("matrices.json")
+    printed = undertow(
+        "plan matrices.json --strategy hybrid --link 1gbit --per-node 2 --node-link 100gbit --bucket-cap-mb 1 --json"
+    ).out
+    config = SyncConfig(bucket_cap_mb=1)
+    trained = plan_in_order(whole, (3, 2, 1, 0), config, num_ranks=4, num_shards=2, has_shards=True)
+    assert Plan.from_json(printed) == trained
 
 
 # What a command shows, and what it does not.
