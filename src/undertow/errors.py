@@ -7,7 +7,7 @@
     ├── PhaseError                    a call does not fit the current phase of the step
     ├── ShardedGradientError          a gradient was used, and each rank has only its shard
     ├── NonFiniteGradient             a gradient, the norm of all, or a replica is not finite
-    ├── ReplicaMismatch               parameters differ between ranks
+    ├── ReplicaMismatch               parameters, or written gradients, differ between ranks
     ├── CheckpointError               a checkpoint, or a state, cannot be saved or loaded
     ├── Desync                        ranks are in different steps, plan generations or modes
     ├── PeerFailed                    another rank reported an error in this step, or ended with one
@@ -97,7 +97,8 @@ class NonFiniteGradient(UndertowError):
 
 
 class ReplicaMismatch(UndertowError):
-    """Parameters differ between ranks; raised on every rank."""
+    """Parameters, or gradients that a program has written for a sharded optimizer, differ between
+    ranks; raised on every rank."""
 
     page = "reproducibility"
 

@@ -91,6 +91,25 @@ def test_full_width_has_the_bits_of_torchs_own_average(way: str) -> None:
         axis.close()
 
 
+@ON_A_MESH
+def test_a_window_that_is_cut_short_leaves_its_sum_to_the_next_one_as_torchs_own_average_does() -> None:
+    """No gradient comes of it, so that an optimizer with decay and momentum leaves the parameters as they are."""
+    with meshes() as mesh:
+        ours, reference = sharded(mesh[NAMES]), sharded(mesh[NAMES])
+        axis = outer_axis(ours)
+        for net in (ours, reference):
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            for step, is_whole in enumerate((True, False, True)):
+                for place in range(2):
+                    net.set_requires_all_reduce(is_whole and place == 1)
+                    net(batch(2 * step + place)).square().mean().backward()
+                assert (net.last.weight.grad is not None) == is_whole
+                optimizer.step()
+                optimizer.zero_grad()
+        require_same_parts(ours, reference)
+        axis.close()
+
+
 @pytest.mark.deep
 @ON_A_MESH
 def test_int8_sends_a_quarter_of_the_bytes_and_replicas_stay_alike() -> None:

@@ -255,6 +255,26 @@ def test_a_plain_optimizer_takes_a_sharded_ones_checkpoint_of_torch_and_the_reve
         second.close()
 
 
+@pytest.mark.deep
+@ON_A_MESH
+def test_other_weights_than_those_that_were_saved_stay() -> None:
+    """Exact values that differ from the rounded ones belong to weights of every place."""
+    with on_mesh(strategy="zero1", param_wire="int8") as (mesh, model, _):
+        optimizer = sharded(model)
+        _trained(model, optimizer, mesh, range(3))
+        states = optimizer.state_dict()
+        average = {name: value * 0.5 for name, value in model.state_dict().items()}
+        loads = [lambda: model.load_state_dict(average), lambda: optimizer.load_state_dict(states)]
+        for first in ("model", "optimizer"):
+            for load in loads if first == "model" else reversed(loads):
+                load()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            _trained(model, optimizer, mesh, range(3, 4))
+            for name, value in model.state_dict().items():
+                assert torch.equal(value.to_local(), average[name].to_local()), (first, name)
+
+
 WHOLE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adafactor": (torch.optim.Adafactor, {}),
     "AdamW": (torch.optim.AdamW, {"whole": True}),

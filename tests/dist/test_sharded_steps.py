@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import undertow
 from support.alike import of_all_ranks, train
 from support.errors import text_of
 from support.inside import num_state_elements, open_with_rows, sharding_of, skip_a_round
@@ -50,6 +51,7 @@ from undertow import (
     NonFiniteGradient,
     PhaseError,
     PlanMismatch,
+    ReplicaMismatch,
     ShardedGradientError,
     ShardedOptimizer,
     SyncConfig,
@@ -387,6 +389,98 @@ def test_no_gradient_of_a_micro_batch_drops_out_if_all_that_have_one_are_frozen_
         ddp(noise(4, 6, step=0), "second").backward()  # the parameters change now
         opt.step()
         require_equal(parameters(ddp), stepped_on_means_of(("second",)))
+
+
+# Gradients that a program writes into `.grad`, which no synchronization has averaged.
+
+
+def written(model: nn.Module, rows: int) -> list[nn.Parameter]:
+    """The parameters of the bare module, with gradients of a batch that no hook has seen."""
+    params = list(model.parameters())
+    grads = torch.autograd.grad(MLP.loss(model.module, rows), params)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return params
+
+
+UNLIKE = (
+    "the gradient of '{name}' is not the same on rank 1 as on rank 0, and a sharded optimizer steps on it.\n"
+    "  a step of a sharded optimizer without a synchronization since the one before; {number} of 4 gradients differ\n"
+    "  On every rank, write g = undertow.average_gradients(g, parameters) before you assign a gradient that is this rank's own."
+)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_gradients_by_hand_are_means_or_an_error_on_every_rank(strategy: str) -> None:
+    with (
+        training(MLP.model(), strategy, "SGD", **ORDERED) as (ddp, opt),
+        bare_training(MLP.model(), optimizer="SGD") as (bare, other),
+    ):
+        names = [spec.name for spec in ddp.plan.params]
+        for step in range(3):
+            params, before = written(ddp, step), parameters(ddp)
+            assert text_of(ReplicaMismatch, opt.step) == UNLIKE.format(name=names[0], number=4)
+            require_equal(parameters(ddp), before)
+            means = undertow.average_gradients([param.grad for param in params], params)
+            for param, mean in zip(params, means, strict=True):
+                param.grad = mean
+            opt.step()
+            written(bare, step)
+            other.step()
+            require_equal(parameters(ddp), parameters(bare))
+
+
+@in_ranks(2)
+def test_zeros_on_one_rank_are_not_the_same_as_no_gradient_on_the_other() -> None:
+    with training(MLP.model(), "zero1", "SGD") as (ddp, opt):
+        name, param = next(iter(ddp.module.named_parameters()))
+        param.grad = torch.zeros_like(param) if dist.get_rank() == 0 else None
+        assert text_of(ReplicaMismatch, opt.step) == UNLIKE.format(name=name, number=1)
+
+
+@in_ranks(2)
+def test_a_scaler_does_not_unscale_gradients_by_hand_that_differ() -> None:
+    with training(MLP.model(), "zero1", "SGD") as (ddp, opt):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.zeros(()))
+        written(ddp, 0)
+        assert text_of(ReplicaMismatch, lambda: scaler.unscale_(opt)).startswith("the gradient of ")
+
+
+@in_ranks(2)
+def test_gradients_may_be_replaced_after_backward_if_every_rank_does_it_alike() -> None:
+    """A rank cannot know then if others have replaced theirs: all tell it in their next synchronization."""
+    with training(MLP.model(), "zero1", "SGD") as (ddp, opt):
+        param = ddp.module[0].weight
+        for step in range(3):
+            opt.zero_grad()
+            MLP.loss(ddp, step).backward()
+            param.grad = ddp.full_gradient(param).clamp(-0.1, 0.1)
+            opt.step()
+        opt.zero_grad()
+        MLP.loss(ddp, 3).backward()
+        if dist.get_rank() == 1:
+            param.grad = torch.ones_like(param)
+        opt.step()
+        opt.zero_grad()
+        assert text_of(ReplicaMismatch, lambda: MLP.loss(ddp, 4).backward()) == (
+            "the gradient of '0.weight' is not the same on rank 1 as on rank 0, and a sharded optimizer steps on it.\n"
+            f"  the step before synchronization 4, rank {dist.get_rank()}\n"
+            "  On every rank, write the same values into `.grad` after backward. That step has mixed the ranks' gradients: "
+            "load a checkpoint."
+        )
+
+
+@pytest.mark.deep
+@in_ranks(4)
+def test_gradients_by_hand_are_compared_over_all_ranks_of_a_mesh() -> None:
+    with training(MLP.model(), "hybrid", "SGD") as (ddp, opt):
+        param = next(ddp.parameters())
+        param.grad = torch.full_like(param, float(dist.get_rank() > 1))  # each row alike
+        assert text_of(ReplicaMismatch, opt.step).startswith("the gradient of ")
+        param.grad = torch.ones_like(param)
+        opt.step()
 
 
 @in_ranks(2)

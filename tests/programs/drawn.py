@@ -15,23 +15,30 @@ LATE = ("pack", "all_reduce", "reduce_scatter", "step", "bind", "all_gather")
 
 
 def drawn(seed: int, num_ranks: int) -> Program:
-    return Drawing(random.Random(seed), random.Random(f"between {seed}"), num_ranks).program()
+    further = (random.Random(f"{name} {seed}") for name in ("between", "formats"))
+    return Drawing(random.Random(seed), *further, num_ranks).program()
 
 
 class Drawing:
     """One program on its way; what is drawn first bars some of what may follow."""
 
-    def __init__(self, chance: random.Random, between: random.Random, num_ranks: int) -> None:
+    def __init__(self, chance: random.Random, between: random.Random, formats: random.Random, num_ranks: int) -> None:
         self.chance, self.between, self.num_ranks = chance, between, num_ranks  # `between` decides on what comes between steps
         self.strategy = chance.choice(["ddp", "ddp", "ddp", "zero1", "zero2", *(["hybrid"] * (num_ranks == 4))])
         self.is_plain = self.strategy == "ddp"
         self.has_tokens = chance.choice([False, False, True, False])
-        barred = () if self.is_plain else ("table", "bag", "bfloat16", "half")
+        wire, param_wire = (formats.choice([None, None, "bfloat16"]) for _ in range(2))
+        # A gradient that comes in parts is rounded in parts.
+        barred = (*(() if self.is_plain else ("table", "bag", "bfloat16", "half")), *(IN_PARTS if wire else ()))
         self.units = ["linear", *chance.choices([kind for kind in UNITS if kind not in barred], k=chance.randint(1, 4))]
         self.units += ["linear"]
         self.num_units = len(self.units)
         self.has_stepped = False  # with nothing after it
         self.has_hook = self.is_plain and self.likely(0.15)
+        self.formats = {
+            "wire": None if self.has_hook else wire,
+            "param_wire": None if self.is_plain else param_wire,
+        }
 
     def likely(self, probability: float) -> bool:
         return self.chance.random() < probability
@@ -43,9 +50,8 @@ class Drawing:
             "overlap": self.likely(0.8),
             "average_in_collective": self.likely(0.8),
             "nonfinite": "skip",
+            **{name: wire for name, wire in self.formats.items() if wire is not None},
         }
-        kinds = {"units": " ".join(self.units), "has_hook": self.has_hook, "settings": settings}
-        self.is_exact = Program(**kinds).is_exact(self.num_ranks)  # so that a step may average, too
         return Program(
             units=" ".join(self.units),
             before=self.chance.choice(["", "", f"freeze {self.unit()}"]),
@@ -74,7 +80,7 @@ class Drawing:
         )
         num_accumulated = self.chance.choice([0, 0, 1, 2])
         # The window ends before the backward that synchronizes, as at the end of an epoch.
-        is_cut = num_accumulated > 0 and not change and self.is_exact and self.between.random() < 0.25
+        is_cut = num_accumulated > 0 and self.between.random() < 0.25
         for _ in range(num_accumulated):
             forward = self.forward()
             yield from (

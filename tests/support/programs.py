@@ -67,14 +67,16 @@ class Program:
     def is_exact(self, num_ranks: int) -> bool:
         """True if the reference adds up in the same order; a part of a gradient that comes late is averaged alone."""
         is_native = self.settings.get("reduction") == "native" or self.has_hook or self.has("table", "bag")
-        return not self.has(*IN_PARTS) and (num_ranks == 2 or not is_native)
+        is_merged = self.has("table", "bag") and "accumulate" in self.events  # rows of several micro-batches at once
+        return not self.has(*IN_PARTS) and not is_merged and (num_ranks == 2 or not is_native)
 
 
 class Reference:
     """A bare model on each rank; one all-gather of everything makes its gradients what they are to be.
 
     A gradient is the mean over ranks of what each rank's `.grad` holds, if some rank has added to it since the last
-    synchronization. With shards, the results of earlier synchronizations are not reduced again, but added.
+    synchronization. With shards, the results of earlier synchronizations are not reduced again, but added. What is sent in a
+    format is rounded: gradients, and with shards the differences between exact parameters and those that ranks hold.
     """
 
     def __init__(self, model: nn.Module, program: Program, group: dist.ProcessGroup | None) -> None:
@@ -87,6 +89,7 @@ class Reference:
         self.results: set[Tensor] = set()  # parameters whose `.grad` is a result
         self.earlier: dict[Tensor, Tensor] = {}  # results that were taken out of `.grad`
         self.is_accumulated = False  # on some rank there may be gradients that the next step averages first
+        self.exact: dict[Tensor, Tensor] = {}  # parameters that ranks hold rounded
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -130,7 +133,8 @@ class Reference:
         for index, param in enumerate(self.params):
             parts = [grads[index] for grads in everyone]
             if any(is_new for _, is_new in parts):
-                grad = self.reduced([torch.zeros_like(param) if grad is None else grad for grad, _ in parts], op)
+                given = [torch.zeros_like(param) if grad is None else grad for grad, _ in parts]
+                grad = self.reduced(given, op, is_rounded=self.is_rounded("wire", param))
                 param.grad = torch.empty_like(param).copy_(grad)
             if param in self.earlier:
                 earlier = self.earlier[param]
@@ -141,18 +145,46 @@ class Reference:
         self.new.clear()
         self.earlier.clear()
 
-    def reduced(self, parts: list[Tensor], op: str | None) -> Tensor:
+    def reduced(self, parts: list[Tensor], op: str | None, *, is_rounded: bool) -> Tensor:
         """Added up in rank order, row by row on a mesh, with 32 bits at least."""
+        num_ranks, half, is_on_mesh = self.num_ranks, self.num_ranks // 2, self.program.strategy == "hybrid"
+        if is_rounded:
+            rows = [parts[:half], parts[half:]] if is_on_mesh else [parts]
+            means = [chain(list(map(rounded, row))) / num_ranks for row in rows]
+            mean = rounded(chain(list(map(rounded, means)))) if is_on_mesh else means[0]
+            return (mean if self.has_shards else rounded(mean)) * (num_ranks if op == "sum" else 1)
         wide = [part.float() if part.dtype.itemsize == 2 else part for part in parts]
-        half = self.num_ranks // 2
-        rows = [wide[:half], wide[half:]] if self.program.strategy == "hybrid" else [wide]
-        return (chain([chain(row) for row in rows]) / (1 if op == "sum" else self.num_ranks)).to(parts[0].dtype)
+        rows = [wide[:half], wide[half:]] if is_on_mesh else [wide]
+        return (chain([chain(row) for row in rows]) / (1 if op == "sum" else num_ranks)).to(parts[0].dtype)
+
+    def is_rounded(self, setting: str, param: Tensor) -> bool:
+        """True if it is sent in the format of a setting, or its gradient is."""
+        if self.num_ranks == 1 or self.program.settings.get(setting) is None:
+            return False
+        sparse = {part.weight for part in self.model.modules() if getattr(part, "sparse", False)}
+        return param.is_floating_point() and param.itemsize > 2 and param not in sparse
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, sent: set[str]) -> None:
+        """Steps the exact parameters; `sent` are the names of those whose differences ranks then send."""
+        held = {param: param.detach().clone() for param in self.params}
+        for param, exact in self.exact.items():
+            param.copy_(exact)
+        optimizer.step()
+        for name, param in self.model.named_parameters():
+            if self.is_rounded("param_wire", param) and (name in sent or param in self.exact):
+                self.exact[param] = param.clone()
+                param.copy_(held[param] + (rounded(param - held[param]) if name in sent else 0.0))
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         self.model.zero_grad(set_to_none=set_to_none)
         self.is_use_open = not set_to_none and self.has_shards and bool(self.new)
         for noted in (self.earlier, self.results, *((self.new, self.used) if set_to_none else ())):
             noted.clear()
+
+
+def rounded(values: Tensor) -> Tensor:
+    return values.to(torch.bfloat16).to(values.dtype)
 
 
 def stop(*_: object) -> None:
@@ -430,21 +462,21 @@ class Run:
         """
         rank = how.replace("flying", "").replace("alone", "")
         is_late = self.reference.is_accumulated and how != "alone"
-        if is_late:
-            self.reference.synchronize()
-        is_finite = all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None)
         frozen = [param for param in self.module.parameters() if not param.requires_grad]
         ours = self.optimizers[:1] if rank in ("", str(self.rank)) else [torch.optim.SGD(frozen, lr=1.0)] if frozen else []
         context = self.handle.no_sync() if how == "alone" else contextlib.nullcontext()
         with context, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "an optimizer steps on gradients that were not averaged")
-            for optimizer in [*ours, *self.optimizers[1 : 2 if is_finite else 1]]:
+            for optimizer in ours:
                 optimizer.step()
         if how == "alone":
             self.reference.is_accumulated = False
         if is_late:
+            self.reference.synchronize()
             self.reference.has_shards = sharding_of(self.sync) is not None
             self._ends_synchronized()
+        if all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None):
+            self.reference.step(self.optimizers[1], {spec.name for spec in self.sync.plan.params})
         for param in self.module.parameters() if rank else ():
             dist.broadcast(param.data, int(rank))
         self.reference.has_shards = sharding_of(self.sync) is not None

@@ -247,13 +247,14 @@ class OuterAxis:
 
         values: [numel of the shards]
         """
-        if self._group.num_ranks == 1:
-            return
         if index in self._partial:
             values.add_(self._partial.pop(index))
         if not all(map(fsdp.all_reduces, groups)):
             self._partial[index] = values.clone()
             values.zero_()  # torch adds it to `.grad`
+            fsdp.leave_without_gradient(groups)
+            return
+        if self._group.num_ranks == 1:
             return
         group, began_s = self._group, time.perf_counter()
         group.watch.check()

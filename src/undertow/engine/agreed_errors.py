@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 
 from undertow.engine.round import Round
-from undertow.engine.step_settings import settings_differ, text_of
+from undertow.engine.step_settings import settings_differ, text_of, written_unlike
 from undertow.errors import (
     ConfigError,
     Desync,
@@ -93,7 +93,7 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
         raise backward_failed(failed, where=where)
     if Fact.SETTINGS in ended.found.unlike and not ended.has_failed:
         texts = group.watch.ask(text_of(ended.terms.settings), of=group.names)
-        raise settings_differ(texts, where=where)
+        raise written_unlike(texts, where=where) or settings_differ(texts, where=where)
 
 
 def backward_failed(ranks: Iterable[int], *, where: str) -> PeerFailed:

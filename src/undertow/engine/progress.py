@@ -126,6 +126,10 @@ class Steps:
         self._have_ever_been = True
         return stepped
 
+    def add_settings(self, settings: Settings) -> None:
+        """Adds settings that ranks compare in the next round."""
+        self.settings += settings
+
     def round_ends(self) -> None:
         self._params, self.settings = set(), ()
 
@@ -220,6 +224,13 @@ class Progress:
         if self.forward is Forward.ENDED and stepped >= of and not has_closure:
             self.forward = Forward.NONE
         self.unused.so_far = None
+
+    def has_mean_for(self, optimizer: Optimizer, *, is_stepping: bool) -> bool:
+        """Returns True if a round has followed the last step of this optimizer's parameters; the
+        same on every rank. `is_stepping`: called within its step."""
+        if is_stepping and self.round_to_step_on is not None:
+            return True
+        return self.steps.are_due_for(set(map(id, params_of(optimizer))))
 
     def join_ends(self) -> None:
         """Called when all ranks contribute again, and are at the same place as before the first

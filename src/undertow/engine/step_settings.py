@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from undertow.buckets.facts import differing
 from undertow.device import device_of
-from undertow.errors import PlanMismatch
+from undertow.errors import PlanMismatch, ReplicaMismatch
 
 # Settings that choose an implementation: ranks may differ in them.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -54,6 +55,7 @@ class _Known:
 _KNOWN: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
 _NONE: tuple[list[object], None] = ([], None)
 ALONE: Settings = (GroupSettings("the model", (("stepping inside accumulate()", "True"),)),)
+_WRITTEN = "the gradients that a program has written"
 
 
 def settings_of(
@@ -88,6 +90,28 @@ def settings_of(
                 known.groups[key] = now, settings
         found.append(settings)
     return tuple(found)
+
+
+def written_gradients(fingerprints: Mapping[str, int]) -> Settings:
+    """Returns gradients that a program has written since they were averaged, by the names of their
+    parameters, as settings of a step: ranks that step on them must have the same."""
+    values = tuple((repr(name), f"{value:x}") for name, value in fingerprints.items())
+    return (GroupSettings(_WRITTEN, values),)
+
+
+def written_differ(
+    name: str, of_ranks: Mapping[int, object], *, where: str, remedy: str
+) -> ReplicaMismatch:
+    """Returns the error of ranks that step on different gradients of parameter `name`, given a
+    value for the gradient of each rank."""
+    others = differing(of_ranks)
+    alike = [rank for rank in of_ranks if rank not in others]
+    return ReplicaMismatch(
+        f"the gradient of {name!r} is not the same on rank {', '.join(map(str, others))} as on "
+        f"rank {', '.join(map(str, alike))}, and a sharded optimizer steps on it.",
+        where=where,
+        remedy=remedy,
+    )
 
 
 def _settings_of_group(
@@ -136,23 +160,55 @@ def text_of(settings: Settings) -> str:
 def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
     """Returns the error of ranks that step with different settings, given the `text_of` of each
     rank."""
-    of_ranks = {
-        rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
-        for rank, text in texts.items()
-    }
-    for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
-        values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
-            difference = _other_groups(of_ranks, name) or f"{name} is {listed}"
-            where += f"\n  first difference: {difference}"
-            break
+    of_ranks = _by_name(texts)
+    name, values = _first_difference(of_ranks)
+    if values:
+        listed = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
+        difference = _other_groups(of_ranks, name) or f"{name} is {listed}"
+        where += f"\n  first difference: {difference}"
     return PlanMismatch(
         "ranks step with different settings of an optimizer.",
         where=where,
         remedy="Give every rank the same settings. A scheduler must follow a number that all "
         "ranks have, such as the mean of their losses.",
     )
+
+
+def written_unlike(texts: Mapping[int, str], *, where: str) -> ReplicaMismatch | None:
+    """Returns the error if ranks have stepped on different `written_gradients`, given the `text_of`
+    the settings of each rank."""
+    end = f" of {_WRITTEN}"
+    written = {}
+    for rank, of_rank in _by_name(texts).items():
+        written[rank] = {name: value for name, value in of_rank.items() if name.endswith(end)}
+    name, values = _first_difference(written)
+    if not values:
+        return None
+    return written_differ(
+        name.removesuffix(end).strip("'"),
+        values,
+        where=f"the step before {where}",
+        remedy="On every rank, write the same values into `.grad` after backward. That step has "
+        "mixed the ranks' gradients: load a checkpoint.",
+    )
+
+
+def _by_name(texts: Mapping[int, str]) -> dict[int, dict[str, str]]:
+    """Returns the settings of each rank by their names."""
+    return {
+        rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+        for rank, text in sorted(texts.items())
+    }
+
+
+def _first_difference(of_ranks: Mapping[int, Mapping[str, str]]) -> tuple[str, dict[int, str]]:
+    """Returns the first setting that differs, with the value on each rank; no values if none
+    does."""
+    for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
+        values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
+        if len(set(values.values())) > 1:
+            return name, values
+    return "", {}
 
 
 def _other_groups(of_ranks: Mapping[int, Mapping[str, str]], name: str) -> str:

@@ -1,7 +1,7 @@
 """The optimizer of the user's class over this rank's parts of parameters, and its exact values."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.buckets.fingerprints import fingerprints
 from undertow.buckets.memory import strides_of_gradient
 from undertow.errors import require
-from undertow.mesh.local_tensors import local_tensor, local_tensors
+from undertow.mesh.local_tensors import local_tensor
 from undertow.optim.state import (
     ELEMENTWISE,
     MASTER,
     MASTER_OF,
     ParamState,
+    fingerprints_of,
     is_of_the_whole,
     part_of_state,
 )
@@ -42,8 +42,8 @@ class _Owned:
     state: ParamState | None = None  # at the last look, the dict of both optimizers
     entries: tuple[Any, ...] = ()  # of that dict, at the last look
     # Loaded exact values, and the fingerprint of the parameter that they belong to, until it has
-    # these values: the model may be loaded later. None if it is unknown: they fit any.
-    waiting: tuple[Tensor, int | None] | None = None
+    # these values: the model may be loaded later.
+    waiting: tuple[Tensor, int] | None = None
     # Loaded exact values of a parameter that is updated in place from now on, and the values that
     # it had then. They take effect in a step, because ranks gather after it.
     loaded: tuple[Tensor, Tensor] | None = None
@@ -162,9 +162,10 @@ class InnerOptimizer:
                 continue
             mine = self._part_of(state, owned)
             master, of = mine.pop(MASTER, None), mine.pop(MASTER_OF, None)
-            # A narrower `master` went through a plain optimizer, which narrows it
-            # and then does not update it along with the parameter.
-            if master is not None and state[MASTER].dtype == master.dtype:
+            # Without `master_of` nothing tells if the parameter was written since. A narrower
+            # `master` went through a plain optimizer, which narrows it and then does not update it
+            # along with the parameter.
+            if master is not None and of is not None and state[MASTER].dtype == master.dtype:
                 owned.waiting = master, of
             inner[owned.target] = states[owned.param] = owned.state = mine
         self._accept_loaded()
@@ -202,7 +203,7 @@ class InnerOptimizer:
         for owned, fingerprint in zip(waiting, present, strict=True):
             assert owned.waiting is not None
             exact, of = owned.waiting
-            if of is None or of == fingerprint:
+            if of == fingerprint:
                 owned.accept(exact)
 
     def step(self, groups: Sequence[dict[str, Any]], states: dict[Tensor, ParamState]) -> None:
@@ -266,13 +267,6 @@ class InnerOptimizer:
         for param, fingerprint in zip(rounded, fingerprints_of(rounded), strict=True):
             found[param][MASTER_OF] = fingerprint
         return found
-
-
-def fingerprints_of(params: Iterable[Tensor]) -> list[int]:
-    """Returns a number for the values of each parameter, which rounding alone does not change."""
-    values = [param.detach().to(accumulation_dtype(param.dtype)) for param in local_tensors(params)]
-    found: list[int] = fingerprints(values, device=torch.device("cpu")).tolist()
-    return found
 
 
 def hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:

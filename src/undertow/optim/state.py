@@ -6,16 +6,23 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from undertow.buckets.fingerprints import fingerprints
 from undertow.buckets.memory import strides_of_gradient
 from undertow.device import device_of
 from undertow.errors import require
-from undertow.mesh.local_tensors import distributed, local_tensor, part_like, placed_like
+from undertow.mesh.local_tensors import (
+    distributed,
+    local_tensor,
+    local_tensors,
+    part_like,
+    placed_like,
+)
 from undertow.plan import Bucket, Plan
 from undertow.ranks.agreement import gather_json
 from undertow.ranks.exchanges import accumulation_dtype
@@ -237,17 +244,31 @@ def nested(state: Mapping[str, Any]) -> ParamState:
     return found
 
 
+def fingerprints_of(params: Iterable[Tensor]) -> list[int]:
+    """Returns a number for the values of each parameter, which rounding alone does not change."""
+    values = [param.detach().to(accumulation_dtype(param.dtype)) for param in local_tensors(params)]
+    found: list[int] = fingerprints(values, device=torch.device("cpu")).tolist()
+    return found
+
+
 def placed_on_mesh(
     states: Mapping[Tensor, ParamState], cls: type[torch.optim.Optimizer]
 ) -> Mapping[Tensor, ParamState]:
     """Returns the states with DTensors, on a mesh: tensors with the elements of a parameter are
-    placed as it is."""
+    placed as it is.
+
+    A fingerprint is of the part of one place, and torch.distributed.checkpoint has one entry for
+    all places: so the values that `MASTER` belongs to take its place.
+    """
     placed = dict(states)
     for param in distributed(states):
         local = local_tensor(param)
         found = flattened(states[param])
-        # It is of the part of one place, and torch.distributed.checkpoint has one for all.
-        found.pop(MASTER_OF, None)
+        of = found.pop(MASTER_OF, None)
+        if of is not None and [of] == fingerprints_of([param]):
+            found[MASTER_OF] = local.detach().to(found[MASTER].device, copy=True)
+        else:
+            found.pop(MASTER, None)  # loaded, and of values that the parameter does not have yet
         for key, value in found.items():
             is_tensor = isinstance(value, Tensor)
             if is_tensor and not is_of_the_whole(key, value, local, cls):
@@ -257,10 +278,14 @@ def placed_on_mesh(
 
 
 def on_this_rank(param: Tensor, state: Mapping[str, Any]) -> ParamState:
-    """Returns a loaded state with this rank's part of each DTensor."""
+    """Returns a loaded state with this rank's part of each DTensor, the reverse of
+    `placed_on_mesh`."""
     if not distributed([param]):
         return dict(state)
-    return nested({key: part_like(param, value) for key, value in flattened(state).items()})
+    found = {key: part_like(param, value) for key, value in flattened(state).items()}
+    if isinstance(found.get(MASTER_OF), Tensor):
+        (found[MASTER_OF],) = fingerprints_of([found[MASTER_OF]])
+    return nested(found)
 
 
 def _gather_parts(

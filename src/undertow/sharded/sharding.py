@@ -59,6 +59,7 @@ class Sharding(BucketLayout):
         # the ranks with the other shards of this replica
         super().__init__(shard_exchanges.inside.group)
         self.plan, self.params, self.strategy = plan, tuple(params), strategy
+        self.names = [param.name for param in plan.params]
         self.shard_exchanges, self.exchanges = shard_exchanges, shard_exchanges.axes
         let_go_of_memory(params)  # it moves
         self.held = tuple(map(parameter_of, params))
@@ -148,15 +149,29 @@ class Sharding(BucketLayout):
         for bucket in buckets:
             self.flats[bucket].follow()
 
+    def written_gradients(self, own: Collection[int]) -> dict[int, Tensor]:
+        """Returns the gradients that a program has written in place of placeholders, by parameter.
+
+        Without those of the parameters in `own`, by id, and on a single rank none.
+        """
+        found: dict[int, Tensor] = {}
+        for index, grad in enumerate(map(_grad_of, self.params) if self._gradients else ()):
+            is_whole = grad is not None and not isinstance(grad, GradientPlaceholder)
+            if is_whole and id(self.held[index]) not in own:
+                found[index] = grad
+        return found
+
     @torch.no_grad()
-    def adopt_gradients(self, own: Collection[int] = ()) -> None:
+    def adopt_gradients(self, own: Collection[int] = ()) -> dict[int, Tensor]:
         """Replaces whole gradients by placeholders; a single rank keeps them.
 
         Gradients are the same on every rank, except for the parameters in `own`, by id: their
-        gradients are this rank's own, and the next synchronization reduces them.
+        gradients are this rank's own, and the next synchronization reduces them. Returns the
+        others, by parameter.
         """
+        found: dict[int, Tensor] = {}
         if not self._gradients:
-            return
+            return found
         for index, grad in enumerate(map(_grad_of, self.params)):
             if grad is None or isinstance(grad, GradientPlaceholder):
                 continue
@@ -166,9 +181,11 @@ class Sharding(BucketLayout):
                 placeholder.bind_to(param)
                 placeholder.is_cleared, placeholder.added = True, grad
                 continue
+            found[index] = grad
             values = in_memory_order(self.group.hardware.keep(grad), self.strides[index])
             placeholder.part.copy_(values[part.start : part.stop])
             placeholder.bind_to(param)
+        return found
 
     @torch.no_grad()
     def move_gradients(self, to: "Sharding") -> None:

@@ -26,6 +26,7 @@ from undertow.schedule import ZERO1, OpKind, strategy_named
 from undertow.sharded.gathers import wait_before_forwards
 from undertow.sharded.shard_exchanges import ShardExchanges
 from undertow.sharded.sharding import Sharding
+from undertow.sharded.written import as_settings, require_alike
 
 # For each parameter, by id: the number of the optimizer that updates it, and if one rank updates
 # all of it.
@@ -168,29 +169,40 @@ class ShardedSteps(StepListener):
             current_plan.wait_for_parameters()
             self._make_layout(updates)
 
-    def begin(self, stepper: Optimizer | None = None) -> Sharding:
+    def begin(self, stepper: Optimizer, *, is_stepping: bool = True) -> Sharding:
         """Prepares a step: lays parameters out if that is due, and registers the hooks that wait
         before forwards. Returns this rank's shards, to be stepped.
 
-        Nothing that `stepper` updates is in flight; None means all optimizers. The same object
-        while the layout is the same. A collective call if it changes: if an optimizer has other
-        parameters, and before the first step if rank 0's order of arrival makes another plan.
+        Nothing that `stepper` updates is in flight. The same object while the layout is the same. A
+        collective call if it changes: if an optimizer has other parameters, and before the first
+        step if rank 0's order of arrival makes another plan. Also if no synchronization has
+        followed the last step. Raises ReplicaMismatch on every rank if ranks have written
+        different gradients since.
         """
         self.require_open("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan, moves = self._engine.current_plan, self._engine.moves
+        progress = self._engine.progress
         sharding = self.sharding
         is_same = sharding is current_plan.compiled.layout and current_plan.change is None
+        is_alone = self._exchanges.num_ranks == 1
+        has_mean = is_alone or progress.has_mean_for(stepper, is_stepping=is_stepping)
+        if sharding is not None and is_same and not has_mean:
+            # All ranks know that no synchronization has followed the last step.
+            written = sharding.written_gradients(self._own_gradients())
+            require_alike(current_plan.group, sharding.names, written)
         if sharding is None or not is_same or moves.has_order or self._may_have_changed:
             updates = self._updates_now()
             self._require_steppers(updates)
             current_plan.wait_for_parameters()
             sharding = self._make_layout(updates)
         module = self._module()
-        is_alone = self._exchanges.num_ranks == 1
         if not (self._hooks or is_alone or self._is_compiled or module is None):
             self._hooks = wait_before_forwards(module, sharding.gathers)
-        sharding.follow_parameters(None if stepper is None else self._numbers[id(stepper)])
-        sharding.adopt_gradients(self._own_gradients())
+        sharding.follow_parameters(self._numbers[id(stepper)])
+        written = sharding.adopt_gradients(self._own_gradients())
+        if written and has_mean:
+            # Others may have written none, so this is no place for an exchange.
+            progress.steps.add_settings(as_settings(sharding.names, written))
         return sharding
 
     def _own_gradients(self) -> set[int]:
@@ -284,7 +296,8 @@ class ShardedSteps(StepListener):
 
     def unscaling_begins(self, optimizer: Optimizer) -> None:
         if not self._is_closed and optimizer in self.steppers:
-            self.begin(optimizer)  # scalers unscale shards in every step, with the same bits
+            # scalers unscale shards in every step, with the same bits
+            self.begin(optimizer, is_stepping=False)
 
     def require_open(self, remedy: str) -> None:
         """Raises PhaseError after `close`."""

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from undertow.torch_private import private
 
 _MODULE = "torch.distributed.fsdp"  # imported by whatever makes such a module
 
@@ -65,6 +67,18 @@ def has_own_divisor(group: Any) -> bool:
 def all_reduces(group: Any) -> bool:
     """Returns False inside `set_requires_all_reduce(False)`: shards are only accumulated."""
     return bool(group.all_reduce_grads)
+
+
+def leave_without_gradient(groups: Sequence[Any]) -> None:
+    """Called in a hook before torch sets gradients of zeros: parameters that have none now have
+    none at the end of backward, as with torch's own average. An optimizer steps on zeros too."""
+    params = [param for group in groups for param in params_of(group) if param.grad is None]
+
+    def clear() -> None:
+        for param in params:
+            param.grad = None
+
+    private.call_after_backward(clear)
 
 
 def take_over(

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from undertow.plan import Plan, Wires
 from undertow.plan.owners import totals_by_rank, update_work
-from undertow.shown import Shown, cell, counted, with_experts
+from undertow.shown import Shown, cell, counted
 from undertow.tune.trials import Trial, Trials, Verdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _MOST_LINES = 8
+_MOST_EXPERTS = 3  # groups, each in a line
 _MOST_SIZES = 12  # in one line
 
 
@@ -41,14 +42,14 @@ class Explanation(Shown):
     @property
     def in_brief(self) -> str:
         """The plan and its reason, and the fragments of outer synchronization: a line each."""
-        return "\n".join(filter(None, (self._plan_line, f"  {self.why}", self.outer)))
+        return "\n".join(filter(None, (f"The plan: {self._plan}", f"  {self.why}", self.outer)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the explanation as plain values, ready for JSON."""
         return asdict(self)
 
     @property
-    def _plan_line(self) -> str:
+    def _plan(self) -> str:
         sizes = [f"{megabytes:.2f}" for megabytes in self.bucket_mb]
         formats = ""
         if len(set(self.wires)) == 1:
@@ -62,21 +63,29 @@ class Explanation(Shown):
             sizes[half:-half] = ["..."]
         buckets = f"{number} of {', '.join(sizes)} MB{formats}"
         ranks = counted(self.num_ranks, "rank")
-        return f"The plan: {buckets}, {self.strategy}, {ranks}"
+        return f"{buckets}, {self.strategy}, {ranks}"
 
     def _lines(self) -> Iterator[str]:
         rest = [f"  {self.owners}"] if self.owners else []
         if self.outer:
             rest.append(self.outer)
-        room = _MOST_LINES - 2 - len(rest)
-        shown = [f"    {trial}" for trial in self.trials]
-        if len(shown) > room:
-            left = len(shown) - room + 1
-            shown[room - 1 :] = [f"    and {left} more in explain().trials"]
-        yield from (self._plan_line, f"  {self.why}", *shown, *rest)
+        experts = [f"Experts {name}: {it._plan}; {it.why}" for name, it in self.experts.items()]
+        rest += _cut(experts, _MOST_EXPERTS, rest="explain().experts")
+        trials = [f"    {trial}" for trial in self.trials]
+        shown = _cut(trials, _MOST_LINES - 2 - len(rest), rest="explain().trials")
+        yield from (f"The plan: {self._plan}", f"  {self.why}", *shown, *rest)
 
     def __rich__(self) -> "RenderableType":
-        return with_experts(map(cell, self._lines()), self.experts)
+        from rich.console import Group
+
+        return Group(*map(cell, self._lines()))
+
+
+def _cut(lines: list[str], room: int, *, rest: str) -> list[str]:
+    """Returns at most `room` lines; the last one tells where the others are."""
+    if len(lines) <= room:
+        return lines
+    return [*lines[: room - 1], f"    and {len(lines) - room + 1} more in {rest}"]
 
 
 def explanation(

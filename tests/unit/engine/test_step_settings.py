@@ -19,8 +19,10 @@ from undertow.engine.step_settings import (
     settings_differ,
     settings_of,
     text_of,
+    written_gradients,
+    written_unlike,
 )
-from undertow.errors import PlanMismatch
+from undertow.errors import PlanMismatch, ReplicaMismatch
 
 PARAMS = [nn.Parameter(torch.ones(2)) for _ in range(4)]
 NAMES = dict(zip(map(id, PARAMS), ("d", "c", "b", "a"), strict=True))
@@ -167,3 +169,18 @@ def test_a_rank_that_steps_another_optimizer_is_named_with_it(texts: tuple[str, 
     """And not with a setting, which its optimizer may have too."""
     text = str(settings_differ(dict(enumerate(texts)), where="save_checkpoint"))
     assert f"\n  first difference: rank 1 does not step group 0 of SGD with 'a'{shown}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("others", "name", "unlike"), [({"a": 1, "b": 3}, "b", "rank 1 as on rank 0, 2"), ({}, "a", "rank 1 as on rank 0, 2")]
+)
+def test_written_gradients_that_differ_are_no_settings_and_are_told_before_these(
+    others: dict[str, int], name: str, unlike: str
+) -> None:
+    of_ranks = {"a": 1, "b": 2}, others, {"a": 1, "b": 2}
+    texts = {rank: text_of(of(PARAMS[0]) + written_gradients(found)) for rank, found in enumerate(of_ranks)}
+    error = written_unlike(texts, where="synchronization 5")
+    assert isinstance(error, ReplicaMismatch)
+    assert str(error).startswith(f"the gradient of {name!r} is not the same on {unlike}, and a sharded optimizer")
+    assert "\n  the step before synchronization 5\n" in str(error)
+    assert written_unlike({0: text_of(of(PARAMS[0])), 1: text_of(of(PARAMS[0], lr=0.5))}, where="synchronization 5") is None

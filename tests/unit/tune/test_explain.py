@@ -80,6 +80,24 @@ def test_eight_lines_are_the_most() -> None:
     assert lines[6:] == ["  One owner for each parameter.", "Outer synchronization: 2 fragments"]
 
 
+def test_eight_lines_are_the_most_with_experts_too() -> None:
+    one = explained(plan_of((3, 2, 1, 0)))
+    crowded = replace(
+        explained(plan_of((3, 2), (1, 0)), trials=[Trial(plan_of((3, 2), (1, 0)))] * 6),
+        owners="One owner for each parameter.",
+        outer="Outer synchronization: 2 fragments",
+        experts={f"'*.experts.{number}.*', ranks 0, 1": one for number in range(5)},
+    )
+    lines = str(crowded).splitlines()
+    assert len(lines) == 8
+    assert lines[2] == "    and 6 more in explain().trials"
+    assert lines[5:] == [
+        f"Experts '*.experts.0.*', ranks 0, 1: 1 bucket of 4.00 MB, ddp, 2 ranks; {WHY}",
+        f"Experts '*.experts.1.*', ranks 0, 1: 1 bucket of 4.00 MB, ddp, 2 ranks; {WHY}",
+        "    and 3 more in explain().experts",
+    ]
+
+
 def test_many_buckets_fit_into_a_line() -> None:
     params = tuple(spec(f"p{i}", 250_000) for i in range(40))
     it = explained(plan_from_groups(params, [(index,) for index in range(40)], num_ranks=2))
