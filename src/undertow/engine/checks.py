@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ _WRITES = (
 )
 _NUM_FIRST_ORDERS, _ORDERS_EVERY = 3, 100  # synchronizations, on a device
 _PLACES = "the reports of all places of the mesh about a synchronization"
-# Waits for a comparison, and returns its error.
+# Waits for a comparison, once, and returns its error.
 _Sent = Callable[[], UndertowError | None]
 
 
@@ -165,7 +165,7 @@ class Checks:
         # Places of one replica must not stop without the other replicas, whose exchanges tell it.
         self._do_places_stop = not has_replicas
         self._current_plan = current_plan
-        self.sent: list[_Sent] = []  # comparisons in flight
+        self.sent: list[_Sent] = []  # comparisons whose errors are not raised yet
 
     def are_compared(self, number: int) -> bool:
         """Returns True if parameters are compared at the end of synchronization `number`."""
@@ -192,7 +192,7 @@ class Checks:
         Starts a comparison of parameters if one is due.
         """
         if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
-            self.sent.append(self._send(ended))
+            self.sent.append(cache(self._send(ended)))
             self.loads.settle(ended.terms.number)
 
     @torch.no_grad()
@@ -242,9 +242,8 @@ class Checks:
         received = group.everyone.all_gather(
             torch.tensor(told, dtype=torch.int64, device=device), _PLACES
         )
-        self.sent.append(
-            partial(self._hear_places, order, received, number, is_sound=is_sound, then=then)
-        )
+        heard = partial(self._hear_places, order, received, number, is_sound=is_sound, then=then)
+        self.sent.append(cache(heard))
 
     def _hear_places(
         self,
@@ -269,6 +268,11 @@ class Checks:
         if then is not None:
             then(is_sound=not failed and error is None)
         return error
+
+    def hear(self) -> None:
+        """Waits for the comparisons in flight; `require_alike` raises their errors."""
+        for each in self.sent:
+            each()
 
     def require_alike(self) -> None:
         """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ, and

@@ -178,6 +178,7 @@ class ShardedSteps(StepListener):
         """
         self.require_open("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan, moves = self._engine.current_plan, self._engine.moves
+        self._engine.rounds.count_told()  # rank 0's order comes before the first step
         sharding = self.sharding
         is_same = sharding is current_plan.compiled.layout and current_plan.change is None
         if sharding is None or not is_same or moves.has_order or self._may_have_changed:
