@@ -42,6 +42,10 @@ _WRITES = (
 )
 _NUM_FIRST_ORDERS, _ORDERS_EVERY = 3, 100  # synchronizations, on a device
 _PLACES = "the reports of all places of the mesh about a synchronization"
+_PLACES_MAY_HAVE_STEPPED = (
+    "Ranks at other places of the mesh may have made the step. Find the cause in the log of that "
+    "rank, and restart from a checkpoint."
+)
 # Waits for a comparison, once, and returns its error.
 _Sent = Callable[[], UndertowError | None]
 
@@ -224,11 +228,18 @@ class Checks:
         redistributed over another axis, and requests to stop.
 
         `then` is called with `is_sound` of all places when that is known. On a device ranks tell it
-        rarely, because the host waits for the result.
+        rarely, because the host waits for the result: a backward that has failed is a fault there.
         """
         group, number = self._current_plan.group, ended.terms.number
         placements = self._current_plan.placements
         order = placements.take_order()
+        has_failed = ended.has_failed or bool(ended.found.taken)
+        if has_failed and not group.hardware.is_host:
+            group.tell_places(
+                backward_failed(
+                    [group.name], where=f"synchronization {number}", remedy=_PLACES_MAY_HAVE_STEPPED
+                )
+            )
         is_told = group.hardware.is_host or number < _NUM_FIRST_ORDERS
         if group.is_broken or not (is_told or number % _ORDERS_EVERY == 0):
             return
@@ -236,7 +247,7 @@ class Checks:
             order=digest_of_names(order),
             axis=digest_of_names(map(str, placements.axis)),
             is_stopping=self._do_places_stop and self.stop.is_pending,
-            has_failed=ended.has_failed or bool(ended.found.taken),
+            has_failed=has_failed,
         )
         device = group.everyone.device
         received = group.everyone.all_gather(
