@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims as Dims
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from support.errors import text_of
@@ -712,6 +713,63 @@ def test_a_replica_without_data_moves_to_another_plan_with_the_others() -> None:
             require_same_parts(model.module, bare)
             for param in (*model.module.parameters(), *bare.parameters()):
                 param.grad = None
+
+
+def on_another_axis(mesh: DeviceMesh, weight: Any) -> None:
+    weight.register_hook(lambda grad: DTensor.from_local(grad.to_local(), mesh["dp"], grad.placements, run_check=False))
+
+
+def whole_at_each_place(mesh: DeviceMesh, weight: Any) -> None:
+    def replace(param: Any) -> None:
+        param.grad = DTensor.from_local(torch.zeros(param.shape), mesh["tp"], [Replicate()], run_check=False)
+
+    weight.register_post_accumulate_grad_hook(replace)
+
+
+WRONG_GRADIENTS: dict[str, tuple[Callable[[DeviceMesh, Any], None], str]] = {
+    "mesh": (on_another_axis, "a gradient is on mesh axis 'dp', and its parameter on mesh axis 'tp'."),
+    "placements": (whole_at_each_place, "a gradient has the placements R, and its parameter has S(0)."),
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("what", WRONG_GRADIENTS)
+@in_ranks(4, is_fresh=True, timeout_s=240.0)  # an error on one rank cuts the messages of its other axis
+def test_a_gradient_that_one_rank_cannot_use_is_an_error_on_every_rank(what: str) -> None:
+    """Its process lives on, and so nothing else tells the others of it."""
+    spoil, text = WRONG_GRADIENTS[what]
+    told = Told()
+    logging.getLogger("undertow").addHandler(told)
+    with on_mesh(stall_timeout_s=60.0) as (mesh, model, _):
+        rank, batch = dist.get_rank(), tokens(0, mesh["dp"].get_local_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train() -> None:
+            model(batch).backward()
+            optimizer.step()
+
+        if rank == 3:
+            spoil(mesh, model.module.blocks[1].mlp.up.weight)
+        start_s = time.monotonic()
+        with pytest.raises(ConfigError if rank == 3 else (PeerFailed, RuntimeError)) as caught:
+            train()
+        assert time.monotonic() - start_s < 30
+        dist.barrier()
+        named = f"rank 3 has failed: undertow.errors.ConfigError: {text}"
+        assert text_of(PeerFailed, train).startswith(named)
+        # If a rank waits in torch, the error of the transport stays, and the library tells the reason beside it.
+        assert text in "\n".join([str(caught.value), *told.texts])
+
+
+class Told(logging.Handler):
+    """What the library has told in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def clear(param: Tensor) -> None:
