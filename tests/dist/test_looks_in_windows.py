@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from support.alike import of_all_ranks
+from support.errors import text_of
 from support.ranks import in_ranks
 from support.sharded import training
+from undertow import ReplicaMismatch
 
 
 def loss_of(model: nn.Module, step: int, rank: int | None = None) -> torch.Tensor:
@@ -66,3 +68,18 @@ def test_clipping_in_a_window_that_is_cut_short_is_of_the_mean(set_to_none: bool
         torch.testing.assert_close(norm, expected)  # another order of additions: fp32's usual 1.3e-6
         assert of_all_ranks(float(norm)) == [float(norm)] * 2
         optimizer.step()
+
+
+@in_ranks(2)
+def test_a_look_on_one_rank_gathers_nothing_about_a_difference_of_replicas() -> None:
+    """The other rank is in its next backward. Both raise the error before the step."""
+    with training(nn.Linear(6, 3), "ddp", "SGD", check_replicas_every=1) as (ddp, optimizer):
+        ddp.sync.broadcast_parameters()
+        with torch.no_grad():
+            ddp.module.weight.add_(dist.get_rank())
+        first, second = (loss_of(ddp, step) for step in range(2))
+        first.backward()
+        if dist.get_rank() == 0:
+            ddp.full_gradient(ddp.module.weight)
+        second.backward()
+        assert "parameter 'weight' has other values on rank 1" in text_of(ReplicaMismatch, optimizer.step)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims as Dims
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from support.errors import text_of
@@ -564,12 +565,28 @@ def test_a_difference_on_one_data_axis_is_told_to_the_other_one_too(what: str) -
         assert time.monotonic() - start_s < 60  # else it is the stall timeout that ends a wait
 
 
-def step_that_fails(net: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, weight: Tensor, *, is_faulty: bool) -> Any:
+def step_that_fails(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Tensor,
+    weight: Tensor,
+    *,
+    is_faulty: bool,
+    has_closure: bool = False,
+) -> Any:
     """The error of a step. The gradient of `weight` comes after all messages of the other axis."""
 
+    def backward() -> Tensor:
+        loss: Tensor = net(batch)
+        loss.backward()
+        return loss
+
     def train() -> None:
-        net(batch).backward()
-        optimizer.step()
+        if has_closure:
+            optimizer.step(backward)  # type: ignore[arg-type]  # torch's stubs want a float
+        else:
+            backward()
+            optimizer.step()
 
     hook = weight.register_hook(stop) if is_faulty else None
     with pytest.raises((Stop, PeerFailed)) as caught:
@@ -607,17 +624,152 @@ def test_a_step_whose_backward_has_failed_on_some_ranks_is_left_out_at_all_place
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("has_closure", [False, True], ids=["", "in a closure"])
 @ON_A_MESH
-def test_ranks_at_another_place_are_told_of_a_backward_that_has_failed_before_they_step() -> None:
+def test_ranks_at_another_place_are_told_of_a_backward_that_has_failed_before_they_step(has_closure: bool) -> None:
     with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
         rank, batch = dist.get_rank(), tokens(0, mesh["dp"].get_local_rank())
         optimizer, weight = torch.optim.SGD(model.parameters(), lr=0.1), model.module.embedding.weight
-        error = step_that_fails(model, optimizer, batch, weight, is_faulty=rank == 2)
+        error = step_that_fails(model, optimizer, batch, weight, is_faulty=rank == 2, has_closure=has_closure)
         if rank != 2:
             told = f"backward failed on rank 2.\n  synchronization 0, rank {rank}\n  The gradients of this step are incomplete"
             assert str(error).startswith(told)
         assert text_of(PhaseError, optimizer.step).startswith("the last backward or synchronization failed")
         assert are_same(model.module, bare)
+
+
+def look_at_a_gradient(model: DistributedDataParallel, _: Tensor) -> None:
+    assert model.full_gradient(model.module.embedding.weight) is not None
+
+
+def evaluate(model: DistributedDataParallel, batch: Tensor) -> None:
+    model.eval()
+    model(batch)  # without no_grad(), under which nothing is noticed
+    model.train()
+
+
+def look_at_the_loss(model: DistributedDataParallel, batch: Tensor) -> None:
+    model(batch)
+
+
+LOOKS: dict[str, tuple[set[int], Callable[[DistributedDataParallel, Tensor], None]]] = {
+    "a rank at a gradient": ({0}, look_at_a_gradient),
+    "a place at a gradient": ({0, 2}, look_at_a_gradient),
+    "a replica evaluates": ({0, 1}, evaluate),
+    "a replica at its loss": ({0, 1}, look_at_the_loss),
+}
+
+
+def format_at_all_places(model: DistributedDataParallel) -> str:
+    plans: list[Any] = [None] * 4
+    dist.all_gather_object(plans, model.plan.to_json())
+    assert len(set(plans)) == 1
+    return str(model.plan.wires[0])
+
+
+# Synchronizations of a step, by the first of them. After all but the last of a step some ranks look: then, of synchronization 1,
+# rank 0's order is sent, and 8 the times of all ranks. A window of a trial ends with 15, and one in int8 with 27; the plan moves.
+SYNCHRONIZATIONS = {1: 2, 8: 2, 15: 3, 27: 3}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("what", LOOKS)
+@ON_A_MESH
+def test_a_look_on_some_ranks_between_two_synchronizations_moves_no_plan_there(what: str) -> None:
+    """The other ranks have not heard yet that the first one was sound at all places."""
+    ranks, look = LOOKS[what]
+    with on_mesh(wire="auto", check_replicas_every=3, stall_timeout_s=30.0) as (mesh, model, _):
+        optimizer, formats = torch.optim.SGD(model.parameters(), lr=0.1), list[str]()
+        number = 1
+        while number <= 30:
+            batch = tokens(number, mesh["dp"].get_local_rank())
+            loss, num_left = model(batch), SYNCHRONIZATIONS.get(number, 1)
+            while num_left > 0:
+                loss.backward(retain_graph=num_left > 1)
+                formats.append(format_at_all_places(model))
+                num_left, number = num_left - 1, number + 1
+                if num_left > 0 and dist.get_rank() in ranks:
+                    look(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "int8" in formats
+        assert formats[-1] == "None"
+
+
+@pytest.mark.deep
+@ON_A_MESH
+def test_a_replica_without_data_moves_to_another_plan_with_the_others() -> None:
+    """No optimizer steps, so nothing is heard before the next synchronization."""
+    with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
+        replica, data = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+        for step in range(12):
+            if replica == 0 or step == 0:
+                model(tokens(step, replica)).backward()
+            else:
+                model.finish()
+            if replica == 0 or step == 0:
+                bare(tokens(step, replica)).backward()
+            mean_by_hand(bare, data)
+            require_same_parts(model.module, bare)
+            for param in (*model.module.parameters(), *bare.parameters()):
+                param.grad = None
+
+
+def on_another_axis(mesh: DeviceMesh, weight: Any) -> None:
+    weight.register_hook(lambda grad: DTensor.from_local(grad.to_local(), mesh["dp"], grad.placements, run_check=False))
+
+
+def whole_at_each_place(mesh: DeviceMesh, weight: Any) -> None:
+    def replace(param: Any) -> None:
+        param.grad = DTensor.from_local(torch.zeros(param.shape), mesh["tp"], [Replicate()], run_check=False)
+
+    weight.register_post_accumulate_grad_hook(replace)
+
+
+WRONG_GRADIENTS: dict[str, tuple[Callable[[DeviceMesh, Any], None], str]] = {
+    "mesh": (on_another_axis, "a gradient is on mesh axis 'dp', and its parameter on mesh axis 'tp'."),
+    "placements": (whole_at_each_place, "a gradient has the placements R, and its parameter has S(0)."),
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("what", WRONG_GRADIENTS)
+@in_ranks(4, is_fresh=True, timeout_s=240.0)  # an error on one rank cuts the messages of its other axis
+def test_a_gradient_that_one_rank_cannot_use_is_an_error_on_every_rank(what: str) -> None:
+    """Its process lives on, and so nothing else tells the others of it."""
+    spoil, text = WRONG_GRADIENTS[what]
+    told = Told()
+    logging.getLogger("undertow").addHandler(told)
+    with on_mesh(stall_timeout_s=60.0) as (mesh, model, _):
+        rank, batch = dist.get_rank(), tokens(0, mesh["dp"].get_local_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train() -> None:
+            model(batch).backward()
+            optimizer.step()
+
+        if rank == 3:
+            spoil(mesh, model.module.blocks[1].mlp.up.weight)
+        start_s = time.monotonic()
+        with pytest.raises(ConfigError if rank == 3 else (PeerFailed, RuntimeError)) as caught:
+            train()
+        assert time.monotonic() - start_s < 30
+        dist.barrier()
+        named = f"rank 3 has failed: undertow.errors.ConfigError: {text}"
+        assert text_of(PeerFailed, train).startswith(named)
+        # If a rank waits in torch, the error of the transport stays, and the library tells the reason beside it.
+        assert text in "\n".join([str(caught.value), *told.texts])
+
+
+class Told(logging.Handler):
+    """What the library has told in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def clear(param: Tensor) -> None:

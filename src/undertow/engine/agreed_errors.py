@@ -96,14 +96,18 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
         raise written_unlike(texts, where=where) or settings_differ(texts, where=where)
 
 
-def backward_failed(ranks: Iterable[int], *, where: str) -> PeerFailed:
+_DROP_GRADIENTS = (
+    "The gradients of this step are incomplete on every rank: drop them, and see the log of that "
+    "rank."
+)
+
+
+def backward_failed(
+    ranks: Iterable[int], *, where: str, remedy: str = _DROP_GRADIENTS
+) -> PeerFailed:
     """Returns the error of ranks that hear of a backward that has failed on these."""
-    return PeerFailed(
-        f"backward failed on rank {', '.join(map(str, ranks))}.",
-        where=where,
-        remedy="The gradients of this step are incomplete on every rank: drop them, and see "
-        "the log of that rank.",
-    )
+    failed = ", ".join(map(str, ranks))
+    return PeerFailed(f"backward failed on rank {failed}.", where=where, remedy=remedy)
 
 
 def not_waited_for(number: int) -> PhaseError:

@@ -72,7 +72,7 @@ class BeforeSteps(StepListener):
         if is_closure_given and current_plan.is_active:
             # its backward is still to come
             changed = args, kwargs = after_closure(
-                args, kwargs, lambda: self._average(optimizer, params)
+                args, kwargs, lambda: self._closure_ends(optimizer, params)
             )
         numbers = engine.checks.numbers
         return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
@@ -88,8 +88,17 @@ class BeforeSteps(StepListener):
             self._engine.checks.loads.begins()
 
     def finish_before_step(self, params: set[int], *, reader: str | None = None) -> None:
-        """Runs a round if one is owed before the optimizer `reader` steps on these parameters, by
-        id, or their gradients are read.
+        """Called by all ranks before the optimizer `reader` steps on these parameters, by id.
+
+        Runs a round if one is owed, and raises the errors of comparisons. Raises PhaseError inside
+        a backward.
+        """
+        self._finish_rounds(params, reader)
+        if self._engine.checks.sent:
+            self._engine.checks.require_alike()
+
+    def _finish_rounds(self, params: set[int], reader: str | None) -> None:
+        """Runs a round if one is owed before `reader` reads gradients of these parameters.
 
         Not inside `accumulate()`, where no other rank communicates. Raises PhaseError inside a
         backward.
@@ -117,8 +126,6 @@ class BeforeSteps(StepListener):
             engine.run_outside_of_backward()
             if is_late:
                 self._tell_of_late_average(where, follows_forward=True)
-        if engine.checks.sent:
-            engine.checks.require_alike()
 
     def average_before_step(self, params: set[int], *, reader: str, is_sharded: bool) -> None:
         """Averages gradients that were only accumulated, if the optimizer `reader` is about to use
@@ -145,16 +152,20 @@ class BeforeSteps(StepListener):
         engine.run_outside_of_backward()
         self._tell_of_late_average(where, follows_forward=follows_forward)
 
-    def finish_before_look(self, params: Iterable[Tensor], *, reader: str) -> None:
+    def finish_before_look(self, params: Iterable[Tensor], *, reader: str, is_by_all: bool) -> None:
         """Runs a synchronization before `reader` reads gradients of these parameters, if one is
         owed, or if gradients were only accumulated and this is outside of `accumulate()`.
 
-        Other ranks may be in theirs.
+        Other ranks may be in theirs. If the look `is_by_all` ranks, it raises the errors of
+        comparisons. One rank alone must not: ranks that find a difference gather its values.
         """
         ids = set(map(id, params))
-        if not self._engine.is_closed and self._current_plan.owns_any(ids):
-            self.finish_before_step(ids)
-            self.average_before_step(ids, reader=reader, is_sharded=False)
+        if self._engine.is_closed or not self._current_plan.owns_any(ids):
+            return
+        self._finish_rounds(ids, None)
+        if is_by_all:
+            self._engine.checks.require_alike()
+        self.average_before_step(ids, reader=reader, is_sharded=False)
 
     def _place(self, reader: str | None) -> str:
         """Returns the optimizer or the call, and the synchronization, for a message."""
@@ -253,6 +264,10 @@ class BeforeSteps(StepListener):
         self._average(optimizer, params)
         if progress.gradients is not Gradients.SOUND:
             self.require_sound_gradients(params, reader=reader)
+
+    def _closure_ends(self, optimizer: Optimizer, params: set[int]) -> None:
+        self._average(optimizer, params)
+        self._engine.checks.require_alike()
 
     def _average(self, optimizer: Optimizer, params: set[int]) -> None:
         self.average_before_step(

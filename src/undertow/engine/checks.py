@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -42,7 +42,11 @@ _WRITES = (
 )
 _NUM_FIRST_ORDERS, _ORDERS_EVERY = 3, 100  # synchronizations, on a device
 _PLACES = "the reports of all places of the mesh about a synchronization"
-# Waits for a comparison, and returns its error.
+_PLACES_MAY_HAVE_STEPPED = (
+    "Ranks at other places of the mesh may have made the step. Find the cause in the log of that "
+    "rank, and restart from a checkpoint."
+)
+# Waits for a comparison, once, and returns its error.
 _Sent = Callable[[], UndertowError | None]
 
 
@@ -165,7 +169,7 @@ class Checks:
         # Places of one replica must not stop without the other replicas, whose exchanges tell it.
         self._do_places_stop = not has_replicas
         self._current_plan = current_plan
-        self.sent: list[_Sent] = []  # comparisons in flight
+        self.sent: list[_Sent] = []  # comparisons whose errors are not raised yet
 
     def are_compared(self, number: int) -> bool:
         """Returns True if parameters are compared at the end of synchronization `number`."""
@@ -192,7 +196,7 @@ class Checks:
         Starts a comparison of parameters if one is due.
         """
         if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
-            self.sent.append(self._send(ended))
+            self.sent.append(cache(self._send(ended)))
             self.loads.settle(ended.terms.number)
 
     @torch.no_grad()
@@ -224,11 +228,18 @@ class Checks:
         redistributed over another axis, and requests to stop.
 
         `then` is called with `is_sound` of all places when that is known. On a device ranks tell it
-        rarely, because the host waits for the result.
+        rarely, because the host waits for the result: a backward that has failed is a fault there.
         """
         group, number = self._current_plan.group, ended.terms.number
         placements = self._current_plan.placements
         order = placements.take_order()
+        has_failed = ended.has_failed or bool(ended.found.taken)
+        if has_failed and not group.hardware.is_host:
+            group.tell_places(
+                backward_failed(
+                    [group.name], where=f"synchronization {number}", remedy=_PLACES_MAY_HAVE_STEPPED
+                )
+            )
         is_told = group.hardware.is_host or number < _NUM_FIRST_ORDERS
         if group.is_broken or not (is_told or number % _ORDERS_EVERY == 0):
             return
@@ -236,15 +247,14 @@ class Checks:
             order=digest_of_names(order),
             axis=digest_of_names(map(str, placements.axis)),
             is_stopping=self._do_places_stop and self.stop.is_pending,
-            has_failed=ended.has_failed or bool(ended.found.taken),
+            has_failed=has_failed,
         )
         device = group.everyone.device
         received = group.everyone.all_gather(
             torch.tensor(told, dtype=torch.int64, device=device), _PLACES
         )
-        self.sent.append(
-            partial(self._hear_places, order, received, number, is_sound=is_sound, then=then)
-        )
+        heard = partial(self._hear_places, order, received, number, is_sound=is_sound, then=then)
+        self.sent.append(cache(heard))
 
     def _hear_places(
         self,
@@ -269,6 +279,11 @@ class Checks:
         if then is not None:
             then(is_sound=not failed and error is None)
         return error
+
+    def hear(self) -> None:
+        """Waits for the comparisons in flight; `require_alike` raises their errors."""
+        for each in self.sent:
+            each()
 
     def require_alike(self) -> None:
         """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ, and

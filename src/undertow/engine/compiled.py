@@ -19,7 +19,6 @@ from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading, Snapshot
 from undertow.engine.measuring import Present
-from undertow.errors import UndertowError
 from undertow.mesh.local_tensors import alike_on_axes, local_tensors
 from undertow.plan import Plan
 from undertow.ranks.dither import Rotation
@@ -150,7 +149,7 @@ class CompiledPlan:
                 else:
                     function(bucket)
             except BaseException as error:
-                if kind is not OpKind.BIND and not isinstance(error, UndertowError):
+                if kind is not OpKind.BIND:
                     self.group.watch.fail(error)
                 raise
 
@@ -182,12 +181,16 @@ class CompiledPlan:
         """Returns the `params` whose `.grad` was written without a gradient from autograd."""
         if not params:
             return set()
-        return {
-            param
-            for bucket in self.buckets
-            for position, param in enumerate(bucket.spec.params)
-            if param in params and bucket.gradients.is_written(position)
-        }
+        try:
+            return {
+                param
+                for bucket in self.buckets
+                for position, param in enumerate(bucket.spec.params)
+                if param in params and bucket.gradients.is_written(position)
+            }
+        except BaseException as error:
+            self.group.watch.fail(error)  # others wait for the buckets
+            raise
 
     def has_result(self) -> bool:
         """Returns True if some `.grad` still holds the result of a round, changed or not, and was

@@ -101,7 +101,7 @@ class CurrentPlan:
         self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
         self.is_leaving = False  # it is about to rebuild
-        self.placements = KeptPlacements(group.waiting)
+        self.placements = KeptPlacements(group.waiting, lambda error: group.watch.fail(error))
         self.compiled: CompiledPlan
         self.hooks: ParamHooks
         self.is_active: bool

@@ -139,7 +139,7 @@ class Engine(BackwardListener):
         current_plan.group.watch.check()
         if self.rounds.now is not None:
             self.rounds.abandon()
-        if self.checks.sent:
+        if self.checks.sent and is_training:  # one rank alone may evaluate
             self.checks.require_alike()
         current_plan.find_change_at_forward()
         hooks = current_plan.hooks
@@ -316,7 +316,9 @@ class Engine(BackwardListener):
         begins = self.is_step_empty and not was_abandoned
         if begins:
             self.progress.unused.so_far = None
-            self.current_plan.find_change_at_forward()  # instead of in the forward that others ran
+            # instead of in the forward that others ran
+            self.checks.require_alike()
+            self.current_plan.find_change_at_forward()
         if self.progress.is_owed or begins:
             self.run_outside_of_backward()
 

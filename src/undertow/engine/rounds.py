@@ -6,6 +6,7 @@ Reasons: docs/design/backward.md.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
@@ -49,6 +50,8 @@ class Rounds:
         self._recorder, self._end = recorder, end
         self._is_on_mesh = current_plan.group.is_on_mesh
         self._counts_after_places = self._is_on_mesh and current_plan.group.hardware.is_host
+        # Training forwards of the last round, if it was sound at all places and is not counted yet.
+        self._uncounted: int | None = None
 
     def begin(self, kind: RoundKind, *, is_last: bool, op: str | None = None) -> None:
         """Begins a round, and starts it unless the plan is about to change.
@@ -220,13 +223,12 @@ class Rounds:
         if found.readings or found.taken:
             self._require_sound(ended)
         if ended.has_failed:
-            self._round_has_failed(ended)
-            return  # it has left the other ranks already
+            return  # `_give_up` reports it
         self._progress.gradients = Gradients.SOUND
-        if self._checks.every is not None or found.readings:
-            self._checks.round_was_sound(ended)
         if self._is_on_mesh:
             self._report_to_places(ended, is_sound=True)
+        if self._checks.every is not None or found.readings:
+            self._checks.round_was_sound(ended)
         if not self._counts_after_places:
             self._count(self._progress.num_forwards_before)
 
@@ -250,9 +252,9 @@ class Rounds:
 
         On a device the other ranks read that a round later, and have counted this one.
         """
-        self._forget_window()
         if self._is_on_mesh:
             self._report_to_places(ended, is_sound=False)
+        self._forget_window()  # which the round before may have ended
 
     def _forget_window(self) -> None:
         tuning = self._current_plan.hooks.tuning
@@ -260,19 +262,38 @@ class Rounds:
             tuning.forget_window()
 
     def _report_to_places(self, ended: Round, *, is_sound: bool) -> None:
-        """Starts to tell the other places of a mesh how the round has ended."""
-        number = self._progress.num_forwards_before
-        then = partial(self._places_have_told, number) if self._counts_after_places else None
+        """Starts to tell the other places of a mesh how the round has ended.
+
+        The round before counts now. All places have told of it before this one began, so no rank
+        waits for long.
+        """
+        then: Callable[..., object] | None = None
+        if self._counts_after_places and not self._current_plan.group.is_broken:
+            self._checks.hear()
+            self.count_told()
+            then = partial(self._places_have_told, self._progress.num_forwards_before)
         self._checks.report_to_places(ended, is_sound=is_sound, then=then)
 
     def _places_have_told(self, num_forwards: int, *, is_sound: bool) -> None:
-        """Called on the host of a mesh, before the step, when it is known if the round was sound at
-        all places: only then it counts, because these choose plans together."""
+        """Called on the host of a mesh when it is known if the round was sound at all places: only
+        then it counts, because these choose plans together.
+
+        One rank alone may hear it, when it looks at its loss. So it counts later (`count_told`).
+        """
         if is_sound:
-            self._count(num_forwards)
+            self._uncounted = num_forwards
         else:
             self._progress.gradients = Gradients.INCOMPLETE
             self._forget_window()
+
+    def count_told(self) -> None:
+        """Counts the last round, if all places of a mesh have told that it was sound.
+
+        All ranks call this between the same rounds: it may start messages, and move the plan.
+        """
+        number, self._uncounted = self._uncounted, None
+        if number is not None:
+            self._count(number)
 
     def _count(self, num_forwards: int) -> None:
         """Counts a sound round for the choice of a plan, until that is over."""
@@ -332,3 +353,5 @@ class Rounds:
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
             self.end_backward(failed)
             self.finish()
+        if failed.has_failed:  # after gradients are back: a plan may be moved
+            self._round_has_failed(failed)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, UndertowError
 from undertow.torch_private import dtensors, private
 
 Waiting = Callable[[str], AbstractContextManager[object]]
@@ -199,11 +199,11 @@ class KeptPlacements:
     a partial sum of a norm under sequence parallelism, is redistributed to the parameter's.
 
     That is a collective of the parameter's mesh, in the order in which gradients arrive there.
-    `waiting(name)` is a context for it.
+    `waiting(name)` is a context for it. `fail(error)` is called before an error: other ranks wait.
     """
 
-    def __init__(self, waiting: Waiting) -> None:
-        self._waiting = waiting
+    def __init__(self, waiting: Waiting, fail: Callable[[UndertowError], object]) -> None:
+        self._waiting, self._fail = waiting, fail
         self._hooks: dict[Tensor, tuple[str, RemovableHandle]] = {}  # by identity; with the name
         # The ranks over which gradients may be redistributed, all in one order; none if each
         # parameter is cut on every axis, so that no gradient is a partial sum.
@@ -238,7 +238,9 @@ class KeptPlacements:
         if grad is None:
             return
         if grad.device_mesh != param.device_mesh:
-            raise _other_mesh(grad, param)
+            error = _other_mesh(grad, param)
+            self._fail(error)
+            raise error
         if grad.placements == param.placements:
             return
         with torch.no_grad(), self._waiting(f"the gradient of {name!r}, over {_axes(param)}"):

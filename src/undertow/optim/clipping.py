@@ -79,7 +79,7 @@ def clip_members(
         error=WrongType,
     )
     for sync, params in members:
-        sync._own.before_steps.finish_before_look(params, reader="clip_grad_norm_")
+        sync._own.before_steps.finish_before_look(params, reader="clip_grad_norm_", is_by_all=True)
         require(
             not sync._engine.current_plan.hooks.arrived_before,
             "gradients were accumulated and are not synchronized: each rank would compute a "

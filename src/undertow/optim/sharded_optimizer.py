@@ -166,6 +166,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                 self._sync.finish()
             ids, reader = set(map(id, params_of(self))), type(self).__name__
             own.before_steps.average_before_step(ids, reader=reader, is_sharded=True)
+            own.engine.checks.require_alike()
         self._consolidated = None
         numbers = own.engine.checks.numbers
         if numbers.is_on and numbers.skips(self):  # on every rank

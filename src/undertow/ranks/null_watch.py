@@ -44,6 +44,9 @@ class NullWatch:
     def fail(self, reason: Fault | BaseException) -> None:
         """Makes all ranks give up, because of a fault or an error of this rank. Raises the reason
         of the error if it is known.
+
+        All ranks may be about to raise the same UndertowError. So only ranks that wait for this one
+        give up, a little later, and this one cannot continue.
         """
 
     def ask(self, text: str, of: Sequence[int] = ()) -> dict[int, str]:

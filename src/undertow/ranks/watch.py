@@ -23,7 +23,8 @@ one: its neighbors know one too.
 
     kind     from whom, when                                  a rank that receives it
     fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
-    leaves   a rank that closes a model, or ends              fails if it waits for that rank
+    leaves   a rank that closes a model, cannot continue      fails if it waits for that rank
+             with it, or ends
     answers  a rank that has waited for long, of all ranks    reports them: `inquiry` gathers them
     tells    a rank that calls `ask`, with its text           keeps it for its own `ask`
 
@@ -244,12 +245,18 @@ class Watch(NullWatch):
         return Waiting(self, name)
 
     def check(self) -> None:
-        if self.fault is not None:
-            raise self.give_up(self.fault)
+        fault = self.fault or self.left.get(self.ring.rank)
+        if fault is not None:
+            raise self.give_up(fault)
 
     def fail(self, reason: Fault | BaseException) -> None:
         if isinstance(reason, Fault):
             self.say(MessageKind.FAILS, **reason.content())
+            return
+        if isinstance(reason, UndertowError):
+            if self.fault is None and self.ring.rank not in self.left:
+                fault = faults.failed(self.ring.rank, reason)
+                self.say(MessageKind.LEAVES, **fault.content())
             return
         self.raise_reason(reason)
         if self.fault is None:
@@ -268,7 +275,7 @@ class Watch(NullWatch):
         return texts
 
     def leave(self, error: BaseException | None) -> None:
-        if self.fault is None:
+        if self.fault is None and self.ring.rank not in self.left:
             self.say(
                 MessageKind.LEAVES,
                 **faults.left(self.ring.rank, error, self.here.num_steps()).content(),

@@ -182,6 +182,7 @@ class ShardedSteps(StepListener):
         self.require_open("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan, moves = self._engine.current_plan, self._engine.moves
         progress = self._engine.progress
+        self._engine.rounds.count_told()  # rank 0's order comes before the first step
         sharding = self.sharding
         is_same = sharding is current_plan.compiled.layout and current_plan.change is None
         is_alone = self._exchanges.num_ranks == 1

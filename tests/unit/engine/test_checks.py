@@ -142,6 +142,28 @@ def test_the_end_of_a_round_waits_for_trailers_if_the_next_step_needs_them(polic
     assert [number for number in range(6) if checks.must_be_read(number)] == list(map(int, wanted.replace(" ", "")))
 
 
+@pytest.mark.parametrize("is_host", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("how", ["its backward failed", "a gradient was cleared"])
+def test_a_failed_backward_is_a_fault_for_all_places_of_a_mesh_if_they_report_rarely(how: str, is_host: bool) -> None:
+    told, sent = list[Any](), list[Any]()
+    group: Any = SimpleNamespace(rank=1, name=2, num_ranks=2, is_on_mesh=True, hardware=SimpleNamespace(is_host=is_host))
+    group.is_broken, group.tell_places = False, told.append
+    group.everyone = SimpleNamespace(device=torch.device("cpu"), all_gather=lambda row, _: sent.append(row.tolist()))
+    placements = SimpleNamespace(take_order=list, axis=())
+    checks = Checks(SimpleNamespace(group=group, placements=placements), SyncConfig())  # type: ignore[arg-type]
+    this = Round(kind=RoundKind.REDUCE, terms=Terms(number=7), has_failed=how == "its backward failed")
+    if not this.has_failed:
+        this.found.taken.add(0)
+    checks.report_to_places(this, is_sound=False, then=None)
+    text = (
+        "backward failed on rank 2.\n  synchronization 7\n"
+        "  Ranks at other places of the mesh may have made the step. Find the cause in the log of that rank, and restart from "
+        "a checkpoint."
+    )
+    assert list(map(str, told)) == ([] if is_host else [text])
+    assert [row[-1] for row in sent] == ([1] if is_host else [])  # the host's report has it
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_tells_of_a_step_that_is_skipped(rank: int, caplog: pytest.LogCaptureFixture) -> None:
     judge = NonFinite("skip", rank=rank, find_alone=lambda: None)

@@ -14,7 +14,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as dist
 
-from undertow import RankLost, StallTimeout, SyncConfig
+from support.errors import text_of
+from undertow import ConfigError, PeerFailed, RankLost, StallTimeout, SyncConfig
 from undertow.buckets import comm_hook
 from undertow.ranks import faults, patience
 from undertow.ranks.connections import Connection
@@ -118,6 +119,18 @@ def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
     null.fail(ValueError("row 7 has no label"))
     null.leave(None)
     assert (null.ask("here"), null.fault) == ({}, None)
+
+
+def test_a_rank_that_raises_an_error_of_the_library_leaves_with_it_once(alone: Watch) -> None:
+    """The others may be about to raise the same: nothing is a fault before one of them waits."""
+    error = ConfigError("a gradient is elsewhere.", where="weight", remedy="Move it.")
+    what = "rank 1 has failed: undertow.errors.ConfigError: a gradient is elsewhere."
+    alone.fail(error)
+    for _ in range(2):
+        assert text_of(PeerFailed, alone.check).startswith(what)
+    alone.leave(None)
+    assert (alone.fault, list(alone.left)) == (None, [1])
+    assert alone.left[1].what.startswith(what)
 
 
 def test_the_end_of_a_rank_is_known_to_models_that_are_made_later() -> None:
