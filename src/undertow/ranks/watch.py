@@ -116,7 +116,8 @@ class Ring:
 
     def say_to(self, neighbor: Connection, kind: MessageKind, **content: Any) -> None:
         """Sends a message to one neighbor."""
-        neighbor.send(json.dumps({"kind": kind, "from": self.rank, **content}).encode())
+        encoded = json.dumps({"kind": kind, "from": self.rank, **content}).encode()
+        neighbor.send(encoded, is_query=kind == MessageKind.ASKS)
 
     def inquiry(self, number: int) -> Inquiry:
         """Returns the queries about a model."""
@@ -181,7 +182,7 @@ class Ring:
             encoded = json.dumps(message).encode()
             for neighbor in tuple(self.neighbors):
                 if neighbor is not source and neighbor.rank != message["from"]:
-                    neighbor.send(encoded)
+                    neighbor.send(encoded, is_query=message["kind"] == MessageKind.ANSWERS)
         self._handle(message)
 
     def _is_known(self, message: Message) -> bool:
