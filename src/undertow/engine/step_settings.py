@@ -13,6 +13,8 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.device import device_of
 from undertow.errors import PlanMismatch
+from undertow.ranks.alike import Alike
+from undertow.ranks.answers import named
 
 # Settings that choose an implementation: ranks may differ in them.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -133,20 +135,16 @@ def text_of(settings: Settings) -> str:
     return "\n".join(sorted(chain.from_iterable(each.lines() for each in settings)))
 
 
-def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
-    """Returns the error of ranks that step with different settings, given the `text_of` of each
-    rank."""
-    of_ranks = {
-        rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
-        for rank, text in texts.items()
-    }
-    for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
-        values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
-            difference = _other_groups(of_ranks, name) or f"{name} is {listed}"
-            where += f"\n  first difference: {difference}"
-            break
+def settings_differ(found: Sequence[Alike], *, where: str) -> PlanMismatch:
+    """Returns the error of ranks that step with different settings, given the `text_of` each; it
+    compares the first two texts."""
+    told = [one for one in found if one.text is not None][:2]
+    difference = _first_difference(*told) if len(told) == 2 else ""
+    if difference:
+        where += f"\n  first difference: {difference}"
+        others = [rank for one in found if one not in told for rank in one.ranks]
+        if others:
+            where += f"\n  {named(others)}: other settings than both"
     return PlanMismatch(
         "ranks step with different settings of an optimizer.",
         where=where,
@@ -155,25 +153,36 @@ def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
     )
 
 
-def _other_groups(of_ranks: Mapping[int, Mapping[str, str]], name: str) -> str:
-    """Names the ranks that step another group than the setting `name` belongs to, such as one of
-    another class; "" if all ranks step it."""
-    groups = {
-        rank: {each.partition(" of ")[2] for each in of_rank} for rank, of_rank in of_ranks.items()
-    }
+def _first_difference(one: Alike, other: Alike) -> str:
+    """Names the first setting that differs, or a group that is not stepped on one side."""
+    here, there = _settings_in(one), _settings_in(other)
+    for name in here | there:
+        value, others = here.get(name, "not set"), there.get(name, "not set")
+        if value != others:
+            return (
+                _other_groups(name, one.ranks, here, there)
+                or _other_groups(name, other.ranks, there, here)
+                or f"{name} is {value} on {named(one.ranks)}, but {others} on {named(other.ranks)}"
+            )
+    return ""
+
+
+def _settings_in(told: Alike) -> dict[str, str]:
+    lines = (told.text or "").splitlines()
+    return dict(line.split(": ", 1) for line in lines if ": " in line)
+
+
+def _other_groups(
+    name: str, ranks: Sequence[int], here: Mapping[str, str], there: Mapping[str, str]
+) -> str:
+    """Names the `ranks` with the settings `here` if they do not step the group that the setting
+    `name` belongs to, but another one, such as one of another class; "" if they step it."""
     group = name.partition(" of ")[2]
-    without = sorted(rank for rank, found in groups.items() if group not in found)
-    if not without or not group.startswith("group "):
+    own, others = ({each.partition(" of ")[2] for each in settings} for settings in (here, there))
+    if group in own or not group.startswith("group "):
         return ""
-    others = groups[without[0]].difference(*(groups[rank] for rank in groups.keys() - without))
-    instead = f", but {min(others)}" if others else ""
-    return f"rank {', '.join(map(str, without))} does not step {group}{instead}"
-
-
-def require_same_settings(texts: Sequence[str], *, where: str) -> None:
-    """Raises PlanMismatch if the `text_of` the settings of each rank is not the same."""
-    if len(set(texts)) > 1:
-        raise settings_differ(dict(enumerate(texts)), where=where)
+    instead = f", but {min(own - others)}" if own - others else ""
+    return f"{named(ranks)} {'do' if len(ranks) > 1 else 'does'} not step {group}{instead}"
 
 
 def _text(value: object) -> str | None:

@@ -2,7 +2,7 @@
 collectives of torch.distributed.
 
 OwnGroup                          a clone of the user's group, and the messages over it
-all_reduce_over, all_gather_over  collectives over a group of the user's
+all_reduce_over, all_gather_over  collectives over a group of the user's, and broadcast_over
 """
 
 from __future__ import annotations
@@ -451,3 +451,9 @@ def all_gather_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = tensor.new_empty(group.size(), *tensor.shape)
     dist.all_gather(list(received.unbind()), tensor, group=group)
     return received
+
+
+def broadcast_over(tensor: Tensor, group: dist.ProcessGroup, *, source: int) -> Tensor:
+    """Writes the values of rank `source` of the user's group into `tensor`, and returns it."""
+    dist.broadcast(tensor, group=group, group_src=source)
+    return tensor

@@ -117,7 +117,7 @@ def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
         null.check()
     null.fail(ValueError("row 7 has no label"))
     null.leave(None)
-    assert (null.ask("here"), null.fault) == ({}, None)
+    assert (null.ask("here"), null.fault) == ([], None)
 
 
 def test_the_end_of_a_rank_is_known_to_models_that_are_made_later() -> None:
