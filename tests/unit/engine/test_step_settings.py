@@ -1,8 +1,13 @@
 """Settings that optimizers have stepped with: what ranks compare, and what they name if it differs."""
 
 import gc
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ from undertow.engine.step_settings import (
     settings_of,
     text_of,
 )
+from undertow.outer.step_settings import StepSettings
 from undertow.ranks.alike import Alike, alike
 
 PARAMS = [nn.Parameter(torch.ones(2)) for _ in range(4)]
@@ -167,3 +173,34 @@ def test_a_rank_that_steps_another_optimizer_is_named_with_it(texts: tuple[str, 
     """And not with a setting, which its optimizer may have too."""
     text = str(settings_differ(alike(dict(enumerate(texts))), where="save_checkpoint"))
     assert f"\n  first difference: rank 1 does not step group 0 of SGD with 'a'{shown}\n" in text
+
+
+def told_to_all(of_ranks: Sequence[StepSettings]) -> list[str]:
+    """The error that each replica raises."""
+    num_ranks = len(of_ranks)
+    barrier, texts = threading.Barrier(num_ranks, timeout=30.0), dict[int, str]()
+
+    def difference(rank: int) -> str:
+        def ask(text: str, **_: object) -> list[Alike]:
+            texts[rank] = text
+            barrier.wait()
+            found = [one for one in alike(texts) if one.text]
+            barrier.wait()
+            return found
+
+        group: Any = SimpleNamespace(names=range(num_ranks), watch=SimpleNamespace(ask=ask))
+        return str(of_ranks[rank].difference(group, where="here"))
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(difference, range(num_ranks)))
+
+
+def test_a_replica_that_has_skipped_a_step_is_not_blamed_for_the_settings_of_others() -> None:
+    replicas = [StepSettings(Mock()) for _ in range(3)]
+    for step in (1, 2, 3):
+        for replica, rate in zip(replicas, (0.1, 0.1, 0.2 if step == 3 else 0.1), strict=True):
+            replica.add(of(PARAMS[0], lr=rate))
+            replica.step_ends(step)
+        replicas[0].skip()
+    for text in told_to_all(replicas):
+        assert "\n  here, step 3\n  first difference: lr of group 0 of SGD with 'd' is 0.1 on rank 1, but 0.2 on rank 2\n" in text
