@@ -263,7 +263,7 @@ def test_ranks_of_which_only_one_steps_alone_are_told() -> None:
             text = text_of(PlanMismatch, lambda: loss(ddp, 2).backward())
         else:
             text = text_of(PlanMismatch, ours.step)
-        assert "first difference: stepping inside accumulate() of the model is True on rank 0, not set on rank 1" in text
+        assert "first difference: stepping inside accumulate() of the model is True on rank 0, but not set on rank 1" in text
 
 
 @pytest.mark.deep

@@ -35,7 +35,7 @@ from support.checkpoints import (
     whole_state,
 )
 from support.errors import text_of
-from support.inside import elements_read
+from support.inside import elements_read, gathers_of_checkpoints
 from support.levels import some
 from support.models import CASES
 from support.pages import Snippet, execute, snippets, titles
@@ -198,6 +198,18 @@ def test_the_model_is_one_file_and_each_rank_that_has_a_part_of_the_state_writes
         "model.safetensors",
         *(f"optimizer-{number}.safetensors" for number in range(num_files)),
     }
+
+
+@in_ranks(2)
+def test_ranks_gather_few_bytes_for_a_save(path: Path) -> None:
+    """A digest of their settings, and no names that one rank alone needs: with N ranks, each would read those of all N."""
+    setup = Setup(strategy="ddp")
+    with trained_by(setup) as (model, _):
+        optimizer = torch.optim.AdamW([{"params": [param]} for param in model.parameters()])
+        train(setup, model, optimizer, steps=range(1))
+        with gathers_of_checkpoints() as sizes:
+            save_checkpoint(path, model, optimizer)
+        assert 0 < max(sizes) <= 300, sizes
 
 
 @in_ranks(2)

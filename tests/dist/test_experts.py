@@ -600,7 +600,7 @@ def test_settings_of_experts_that_differ_are_told_by_the_ranks_of_the_model() ->
         else:
             text = text_of(PlanMismatch, output.backward)
             assert f"\n  synchronization 1, rank {rank}\n" in text
-            assert "is 0.25 on rank 1, 0.5 on rank 3" in text
+            assert "is 0.25 on rank 1, but 0.5 on rank 3" in text
         dist.barrier()
 
 

@@ -93,7 +93,7 @@ def take(param: Tensor) -> None:
 
 
 TAKEN = (
-    "`.grad` was cleared during backward on rank 0, 1: a gradient arrived, and was gone before it could be averaged.\n"
+    "`.grad` was cleared during backward on ranks 0, 1: a gradient arrived, and was gone before it could be averaged.\n"
     "  parameter 'bias' with the hook take, synchronization {}\n"
     "  Leave `.grad` alone until backward ends. After backward it is the mean: copy it to another place then, or step."
 )

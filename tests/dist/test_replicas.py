@@ -170,7 +170,8 @@ def test_a_rate_that_differs_is_an_error_in_the_step_after_it_was_used(strategy:
     with in_training(strategy) as (ddp, optimizer):
         optimizer.param_groups[0]["lr"] = 0.1 if dist.get_rank() < last else 0.05
         one_step(ddp, optimizer)
-        rates = ", ".join(f"{0.1 if rank < last else 0.05} on rank {rank}" for rank in range(last + 1))
+        others = "rank 0" if last == 1 else "ranks 0, 1"
+        rates = f"0.1 on {others}, but 0.05 on rank {last}"
         assert text_of(PlanMismatch, lambda: one_step(ddp, optimizer)) == SET.format(
             place=f"synchronization 3, rank {dist.get_rank()}", difference=f"lr of group 0 of SGD with '0.bias' is {rates}"
         )
@@ -213,7 +214,7 @@ def test_a_difference_in_the_last_step_of_a_run_is_found_when_it_is_saved(strate
     folder = of_all_ranks(tmp_path)[0] / "run"
     with in_training(strategy) as (ddp, optimizer):
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
-        difference = "lr of group 0 of SGD with '0.bias' is 0.1 on rank 0, 0.2 on rank 1"
+        difference = "lr of group 0 of SGD with '0.bias' is 0.1 on rank 0, but 0.2 on rank 1"
         assert text_of(PlanMismatch, lambda: save_checkpoint(folder, ddp, optimizer)) == SET.format(
             place="save_checkpoint", difference=difference
         )

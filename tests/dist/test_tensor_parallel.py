@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from support.errors import text_of
-from support.inside import ranks_that_choose
+from support.inside import gathers_of_checkpoints, ranks_that_choose
 from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import kept_mesh, mesh_of
@@ -411,6 +411,19 @@ def averaged(given: list[Tensor], net: nn.Module, data: dist.ProcessGroup) -> No
 
 @pytest.mark.deep
 @ON_A_MESH
+def test_ranks_of_a_mesh_gather_few_bytes_for_a_save(tmp_path: Path) -> None:
+    """Each place has one index, which the first rank of the place sends."""
+    with on_mesh() as (mesh, model, _):
+        optimizer = adamw(model)
+        model(tokens(0, mesh["dp"].get_local_rank())).backward()
+        optimizer.step()
+        with gathers_of_checkpoints() as sizes:
+            save_checkpoint(tmp_path / "a", model, optimizer)
+        assert 0 < max(sizes) <= 300, sizes
+
+
+@pytest.mark.deep
+@ON_A_MESH
 def test_replicas_that_train_alone_exchange_their_parts_and_are_saved(tmp_path: Path) -> None:
     outer = Outer(every=2, fragments=1, delay=0, lr=1.0, momentum=0.0, wire=None)
     with on_mesh(outer=outer) as (mesh, model, bare):
@@ -539,7 +552,7 @@ Change = Callable[[DistributedDataParallel, torch.optim.Optimizer], None]
 ON_ONE_AXIS: dict[str, tuple[Change, type[UndertowError], str]] = {
     "written": (written, ReplicaMismatch, "parameter 'blocks.1.mlp.up.weight' has other values on rank 2 than on rank 0."),
     "frozen": (frozen, PlanMismatch, "blocks.1.mlp.up.weight"),
-    "settings": (other_settings, PlanMismatch, " is 0.1 on rank 0, 0.2 on rank 2"),
+    "settings": (other_settings, PlanMismatch, " is 0.1 on rank 0, but 0.2 on rank 2"),
     "steps": (no_steps, Desync, "ranks are not in the same step."),
 }
 

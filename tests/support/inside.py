@@ -32,6 +32,7 @@ from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
 from undertow.buckets.reducer import Reducer
 from undertow.checkpoint import files as checkpoint_files
+from undertow.checkpoint import ranks as checkpoint_ranks
 from undertow.checkpoint import replicated as checkpoint_replicated
 from undertow.ddp.outer_axis import OuterAxis
 from undertow.device import MAKERS, Accelerator, Host  # noqa: F401  # for tests
@@ -326,7 +327,22 @@ def opened_group() -> OwnGroup:
 
 def cloned_group() -> dist.ProcessGroup:
     world = GroupRef.of(dist.group.WORLD)
-    return private.new_group(world.ranks, world.backend, world.timeout)
+    names = [private.new_name() if world.rank == 0 else ""]
+    dist.broadcast_object_list(names)
+    return private.new_group(world.ranks, world.backend, world.timeout, *names)
+
+
+@contextlib.contextmanager
+def gathers_of_checkpoints() -> Iterator[list[int]]:
+    """The bytes that each rank gives to each gather of a save or a load."""
+    sizes, gather = list[int](), checkpoint_ranks.all_gather_over
+
+    def counted(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return gather(tensor, group)
+
+    with mock.patch.object(checkpoint_ranks, "all_gather_over", counted):
+        yield sizes
 
 
 @contextlib.contextmanager

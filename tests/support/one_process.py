@@ -44,6 +44,7 @@ from undertow.engine import current_plan, step_events
 from undertow.engine.round import Round, Terms
 from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
+from undertow.ranks.alike import Alike, alike
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
 from undertow.ranks.handle import Handle
@@ -182,8 +183,10 @@ class FakeWatch(NullWatch):
     def fail(self, reason: object) -> None:
         self._world.leave()
 
-    def ask(self, text: str, of: Sequence[int] = ()) -> dict[int, str]:
-        return dict(enumerate(self._world.wait(self._world.start("texts", self._rank, "", text))))
+    def ask(self, text: str, of: Sequence[int] = (), *, most: int = 2) -> list[Alike]:
+        texts = self._world.wait(self._world.start("texts", self._rank, "", text))
+        found = [one for one in alike(dict(enumerate(texts))) if one.text]
+        return [*found[:most], *(Alike(one.ranks, None) for one in found[most:])]
 
 
 class FakeRef(GroupRef):

@@ -22,10 +22,10 @@ from undertow.mesh.axes import MeshPlace, place_of
 from undertow.mesh.local_tensors import distributed
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
-from undertow.ranks.agreement import gather_bytes
+from undertow.ranks.agreement import bytes_of, gather_bytes
 from undertow.ranks.group import GroupRef
 from undertow.ranks.guard import over_users
-from undertow.ranks.transport import OwnGroup, all_gather_over
+from undertow.ranks.transport import OwnGroup, all_gather_over, broadcast_over
 from undertow.torch_private import fsdp, tables
 
 _Result = TypeVar("_Result")
@@ -177,6 +177,14 @@ class CheckpointRanks:
         assert group is not None  # there are several ranks
         with over_users(self.group):
             return all_gather_over(mine.to(self.device), group).cpu()
+
+    def from_one(self, rank: int, text: str) -> str:
+        """Returns the text of one rank on every rank; texts of other ranks are not sent."""
+        if self.group is None:
+            return text
+        with over_users(self.group):
+            broadcast = partial(broadcast_over, group=self.group, source=rank)
+            return bytes_of(text.encode(), broadcast, self.device).decode()
 
     def from_all(self, text: str, *, waits_for: str = "") -> list[str]:
         """Returns the texts of all ranks."""

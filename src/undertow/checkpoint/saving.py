@@ -6,6 +6,7 @@ Reasons: docs/design/checkpoints.md.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import secrets
 import time
@@ -24,10 +25,11 @@ from undertow.checkpoint.copies import Copies, memory_for
 from undertow.checkpoint.ranks import CheckpointRanks
 from undertow.checkpoint.statuses import Statuses
 from undertow.checkpoint.tensors import require_stored
-from undertow.engine.step_settings import require_same_settings, settings_of, text_of
+from undertow.engine.step_settings import settings_differ, settings_of, text_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
 from undertow.ranks import faults
+from undertow.ranks.alike import Alike, alike
 from undertow.torch_private import private, tables
 
 
@@ -55,6 +57,7 @@ class Saving:
         self._of_state: contents.Contents = ({}, {})  # of the optimizers
         self._of_outer: dict[str, Tensor] = {}
         self._index: dict[str, Any] = {}
+        self._own: list[str] = []  # the entries of the optimizers' state that this rank may write
         self._entries: dict[int, list[str]] = {}  # of the optimizers' files, by rank
         self._token = self._text = ""  # of this save, and of its index
 
@@ -78,13 +81,18 @@ class Saving:
                 begin()
             self._collect_state()
             replica = 0 if outer is None else outer.replica
-            own = self._own_entries()
-            return json.dumps([self._settings(), secrets.token_hex(8), replica, own])
+            self._own = self._own_entries()
+            # A single writer needs no others, and each row would be as long as its own.
+            own = self._own if self._is_sharded or outer is not None else []
+            digest = hashlib.sha256(self._settings().encode()).hexdigest()
+            return json.dumps([digest, secrets.token_hex(8), replica, own])
 
         # In one message, because steps wait for it.
         of_ranks = list(map(json.loads, self._ranks.texts_of(told)))
-        settings, tokens, replicas, entries = zip(*of_ranks, strict=True)
-        require_same_settings(settings, where="save_checkpoint")
+        digests, tokens, replicas, told_entries = zip(*of_ranks, strict=True)
+        entries = list(told_entries)
+        entries[self._ranks.rank] = self._own
+        self._require_same_settings(digests)
         self._token = tokens[0]
         self._of_replicas = _by_replica([replicas[rank] for rank in self._ranks.own])
         self._keep_what_this_rank_stores(entries)
@@ -98,6 +106,16 @@ class Saving:
         }
         of_each = [settings_of(each, names_of, names_of) for each in self._optimizers]
         return text_of(tuple(chain.from_iterable(of_each)))
+
+    def _require_same_settings(self, digests: Sequence[str]) -> None:
+        """Raises PlanMismatch if the settings of some rank have another digest."""
+        found = alike(dict(enumerate(digests)))
+        if len(found) == 1:
+            return
+        mine = self._settings()
+        told = [Alike(one.ranks, self._ranks.from_one(one.ranks[0], mine)) for one in found[:2]]
+        others = [Alike(one.ranks, None) for one in found[2:]]
+        raise settings_differ([*told, *others], where="save_checkpoint")
 
     def _collect_model(self, extra: object) -> None:
         """Takes references to the model's tensors, and the values that the caller gives."""
@@ -156,8 +174,9 @@ class Saving:
             return
         extra = self._index.pop("extra")
         # A setting of an optimizer that JSON cannot store may be on some ranks only.
-        texts = ranks.texts_of(lambda: files.json_text(self._index) if ranks.is_first else "")
-        of_places = [json.loads(texts[first]) for first, *_ in ranks.of_places]
+        text = ranks.agree(lambda: files.json_text(self._index) if ranks.is_first else "")
+        # A text of each place, not of each rank.
+        of_places = [json.loads(ranks.from_one(first, text)) for first, *_ in ranks.of_places]
         self._index = {"extra": extra, "axes": ranks.place.sizes, "places": of_places}
 
     def _open_folder(self) -> Path:

@@ -32,6 +32,7 @@ from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.outer.outer_sync import OuterSync
 from undertow.plan.layout import ParamSpec, equal_parts, round_up, slots_of
 from undertow.ranks.agreement import gather_json, require_agreement, surroundings
+from undertow.ranks.alike import lines_of
 from undertow.ranks.dither import Rotation, Rounding
 from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.group import GroupRef
@@ -320,8 +321,8 @@ class OuterAxis:
 
     def _in_another_order(self, index: int, numel: int) -> Desync:
         name = self._names[index]
-        texts = self._group.watch.ask(f"{name!r}, {numel} elements", of=self._group.names)
-        listed = "".join(f"\n  rank {rank}: {text}" for rank, text in sorted(texts.items()))
+        found = self._group.watch.ask(f"{name!r}, {numel} elements", of=self._group.names, most=8)
+        listed = "".join(f"\n  {line}" for line in lines_of(found))
         return Desync(
             "replicas reduce gradients of different modules, or of different parameters of one.",
             where=f"a backward, reduction {self.num_reductions}, rank {self._group.name}{listed}",

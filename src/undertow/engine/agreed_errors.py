@@ -16,9 +16,12 @@ from undertow.errors import (
     require,
 )
 from undertow.plan.facts import Fact
+from undertow.ranks.alike import lines_of
+from undertow.ranks.answers import named
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
+_MOST_PLACES = 8  # of ranks in other steps than each other, in one error
 CHANGE_ALIKE = (
     "Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every "
     "rank."
@@ -29,7 +32,7 @@ def taken_in_backward(ranks: Iterable[int], number: int, *, place: str) -> Phase
     """Returns the error, the same on every rank except for the `place`, of gradients that a hook
     has cleared on these ranks."""
     return PhaseError(
-        f"`.grad` was cleared during backward on rank {', '.join(map(str, sorted(ranks)))}: a "
+        f"`.grad` was cleared during backward on {named(ranks)}: a "
         "gradient arrived, and was gone before it could be averaged.",
         where=f"{place}, synchronization {number}",
         remedy="Leave `.grad` alone until backward ends. After backward it is the mean: copy it to "
@@ -75,10 +78,10 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
         raise taken_in_backward(takers, number, place=taken or f"rank {group.name}")
     failed = ended.found.reported(Fact.FAILED)
     if any(reading.ranks_differ for reading in ended.found.readings):
-        listed = sorted(group.watch.ask(_place(ended), of=group.names).items())
+        found = group.watch.ask(_place(ended), of=group.names, most=_MOST_PLACES)
         raise Desync(
             "ranks are not in the same step.",
-            where="\n  ".join((where, *(f"rank {other}: {place}" for other, place in listed))),
+            where="\n  ".join((where, *lines_of(found))),
             remedy="Run the same number of synchronized backwards and steps on every rank. A rank "
             "without a backward calls finish().",
         )
@@ -92,8 +95,8 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
     if failed and not ended.has_failed:
         raise backward_failed(failed, where=where)
     if Fact.SETTINGS in ended.found.unlike and not ended.has_failed:
-        texts = group.watch.ask(text_of(ended.terms.settings), of=group.names)
-        raise written_unlike(texts, where=where) or settings_differ(texts, where=where)
+        settings = group.watch.ask(text_of(ended.terms.settings), of=group.names)
+        raise written_unlike(settings, where=where) or settings_differ(settings, where=where)
 
 
 _DROP_GRADIENTS = (
@@ -106,8 +109,7 @@ def backward_failed(
     ranks: Iterable[int], *, where: str, remedy: str = _DROP_GRADIENTS
 ) -> PeerFailed:
     """Returns the error of ranks that hear of a backward that has failed on these."""
-    failed = ", ".join(map(str, ranks))
-    return PeerFailed(f"backward failed on rank {failed}.", where=where, remedy=remedy)
+    return PeerFailed(f"backward failed on {named(ranks)}.", where=where, remedy=remedy)
 
 
 def not_waited_for(number: int) -> PhaseError:
@@ -126,10 +128,10 @@ def changed_unlike(ended: Round, group: OwnGroup, change: str) -> PlanMismatch |
     changed = ended.found.reported(Fact.CHANGED)
     if not 0 < len(changed) < group.num_ranks:
         return None
-    unchanged = ", ".join(str(other) for other in group.names if other not in changed)
+    unchanged = [other for other in group.names if other not in changed]
     return PlanMismatch(
-        "the parameters, or the communication hook, have changed on rank "
-        f"{', '.join(map(str, changed))}, but not on rank {unchanged}.",
+        "the parameters, or the communication hook, have changed on "
+        f"{named(changed)}, but not on {named(unchanged)}.",
         where=f"synchronization {ended.terms.number}, rank {group.name}{change and f': {change}'}",
         remedy=CHANGE_ALIKE,
     )

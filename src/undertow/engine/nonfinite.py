@@ -23,6 +23,7 @@ from undertow.plan import Plan
 from undertow.plan.facts import Fact
 from undertow.ranks import faults
 from undertow.ranks.agreement import any_rank, gather_json
+from undertow.ranks.answers import named
 from undertow.ranks.transport import OwnGroup
 
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
@@ -46,7 +47,7 @@ class Finding:
         """The finding in words."""
         gradients = "the gradient of" if len(self.params) == 1 else "the gradients of"
         verb = "is" if len(self.params) == 1 else "are"
-        ranks = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "some rank"
+        ranks = named(self.ranks) if self.ranks else "some rank"
         return (
             f"{gradients} {listed(list(map(repr, self.params)))} {verb} not finite (NaN or "
             f"Inf) on {ranks}."

@@ -14,6 +14,8 @@ from torch.optim.optimizer import Optimizer
 from undertow.buckets.facts import differing
 from undertow.device import device_of
 from undertow.errors import PlanMismatch, ReplicaMismatch
+from undertow.ranks.alike import Alike
+from undertow.ranks.answers import named
 
 # Settings that choose an implementation: ranks may differ in them.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -56,6 +58,7 @@ _KNOWN: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
 _NONE: tuple[list[object], None] = ([], None)
 ALONE: Settings = (GroupSettings("the model", (("stepping inside accumulate()", "True"),)),)
 _WRITTEN = "the gradients that a program has written"
+_OF_WRITTEN = f" of {_WRITTEN}"
 
 
 def settings_of(
@@ -107,8 +110,8 @@ def written_differ(
     others = differing(of_ranks)
     alike = [rank for rank in of_ranks if rank not in others]
     return ReplicaMismatch(
-        f"the gradient of {name!r} is not the same on rank {', '.join(map(str, others))} as on "
-        f"rank {', '.join(map(str, alike))}, and a sharded optimizer steps on it.",
+        f"the gradient of {name!r} is not the same on {named(others)} as on {named(alike)}, and a "
+        "sharded optimizer steps on it.",
         where=where,
         remedy=remedy,
     )
@@ -157,15 +160,16 @@ def text_of(settings: Settings) -> str:
     return "\n".join(sorted(chain.from_iterable(each.lines() for each in settings)))
 
 
-def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
-    """Returns the error of ranks that step with different settings, given the `text_of` of each
-    rank."""
-    of_ranks = _by_name(texts)
-    name, values = _first_difference(of_ranks)
-    if values:
-        listed = ", ".join(f"{value} on rank {rank}" for rank, value in sorted(values.items()))
-        difference = _other_groups(of_ranks, name) or f"{name} is {listed}"
+def settings_differ(found: Sequence[Alike], *, where: str) -> PlanMismatch:
+    """Returns the error of ranks that step with different settings, given the `text_of` each; it
+    compares the first two texts."""
+    told = _told(found)
+    difference = _first_difference(*told) if len(told) == 2 else ""
+    if difference:
         where += f"\n  first difference: {difference}"
+        others = [rank for one in found if one not in told for rank in one.ranks]
+        if others:
+            where += f"\n  {named(others)}: other settings than both"
     return PlanMismatch(
         "ranks step with different settings of an optimizer.",
         where=where,
@@ -174,62 +178,67 @@ def settings_differ(texts: Mapping[int, str], *, where: str) -> PlanMismatch:
     )
 
 
-def written_unlike(texts: Mapping[int, str], *, where: str) -> ReplicaMismatch | None:
+def written_unlike(found: Sequence[Alike], *, where: str) -> ReplicaMismatch | None:
     """Returns the error if ranks have stepped on different `written_gradients`, given the `text_of`
-    the settings of each rank."""
-    end = f" of {_WRITTEN}"
-    written = {}
-    for rank, of_rank in _by_name(texts).items():
-        written[rank] = {name: value for name, value in of_rank.items() if name.endswith(end)}
-    name, values = _first_difference(written)
-    if not values:
+    the settings of each; it compares the first two texts."""
+    told = _told(found)
+    if len(told) < 2:
         return None
+    one, other = told
+    here, there = _written_in(one), _written_in(other)
+    unlike = [name for name in here | there if here.get(name) != there.get(name)]
+    if not unlike:
+        return None
+    name = unlike[0]
     return written_differ(
-        name.removesuffix(end).strip("'"),
-        values,
+        name.removesuffix(_OF_WRITTEN).strip("'"),
+        dict.fromkeys(one.ranks, here.get(name)) | dict.fromkeys(other.ranks, there.get(name)),
         where=f"the step before {where}",
         remedy="On every rank, write the same values into `.grad` after backward. That step has "
         "mixed the ranks' gradients: load a checkpoint.",
     )
 
 
-def _by_name(texts: Mapping[int, str]) -> dict[int, dict[str, str]]:
-    """Returns the settings of each rank by their names."""
-    return {
-        rank: dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
-        for rank, text in sorted(texts.items())
-    }
+def _told(found: Sequence[Alike]) -> list[Alike]:
+    """Returns the first two texts that were sent."""
+    return [one for one in found if one.text is not None][:2]
 
 
-def _first_difference(of_ranks: Mapping[int, Mapping[str, str]]) -> tuple[str, dict[int, str]]:
-    """Returns the first setting that differs, with the value on each rank; no values if none
-    does."""
-    for name in dict.fromkeys(chain.from_iterable(of_ranks.values())):
-        values = {rank: of_rank.get(name, "not set") for rank, of_rank in of_ranks.items()}
-        if len(set(values.values())) > 1:
-            return name, values
-    return "", {}
+def _first_difference(one: Alike, other: Alike) -> str:
+    """Names the first setting that differs, or a group that is not stepped on one side."""
+    here, there = _settings_in(one), _settings_in(other)
+    for name in here | there:
+        value, others = here.get(name, "not set"), there.get(name, "not set")
+        if value != others:
+            return (
+                _other_groups(name, one.ranks, here, there)
+                or _other_groups(name, other.ranks, there, here)
+                or f"{name} is {value} on {named(one.ranks)}, but {others} on {named(other.ranks)}"
+            )
+    return ""
 
 
-def _other_groups(of_ranks: Mapping[int, Mapping[str, str]], name: str) -> str:
-    """Names the ranks that step another group than the setting `name` belongs to, such as one of
-    another class; "" if all ranks step it."""
-    groups = {
-        rank: {each.partition(" of ")[2] for each in of_rank} for rank, of_rank in of_ranks.items()
-    }
+def _settings_in(told: Alike) -> dict[str, str]:
+    lines = (told.text or "").splitlines()
+    return dict(line.split(": ", 1) for line in lines if ": " in line)
+
+
+def _written_in(told: Alike) -> dict[str, str]:
+    settings = _settings_in(told)
+    return {name: value for name, value in settings.items() if name.endswith(_OF_WRITTEN)}
+
+
+def _other_groups(
+    name: str, ranks: Sequence[int], here: Mapping[str, str], there: Mapping[str, str]
+) -> str:
+    """Names the `ranks` with the settings `here` if they do not step the group that the setting
+    `name` belongs to, but another one, such as one of another class; "" if they step it."""
     group = name.partition(" of ")[2]
-    without = sorted(rank for rank, found in groups.items() if group not in found)
-    if not without or not group.startswith("group "):
+    own, others = ({each.partition(" of ")[2] for each in settings} for settings in (here, there))
+    if group in own or not group.startswith("group "):
         return ""
-    others = groups[without[0]].difference(*(groups[rank] for rank in groups.keys() - without))
-    instead = f", but {min(others)}" if others else ""
-    return f"rank {', '.join(map(str, without))} does not step {group}{instead}"
-
-
-def require_same_settings(texts: Sequence[str], *, where: str) -> None:
-    """Raises PlanMismatch if the `text_of` the settings of each rank is not the same."""
-    if len(set(texts)) > 1:
-        raise settings_differ(dict(enumerate(texts)), where=where)
+    instead = f", but {min(own - others)}" if own - others else ""
+    return f"{named(ranks)} {'do' if len(ranks) > 1 else 'does'} not step {group}{instead}"
 
 
 def _text(value: object) -> str | None:

@@ -61,18 +61,20 @@ class StepSettings:
 
     def difference(self, group: OwnGroup, *, where: str) -> PlanMismatch:
         """Returns the error of ranks whose digests differ; every rank calls this."""
-        mine = {f"{step}:{digest_of(found)}" for step, found in self._of_steps.items()}
+        compared = {} if self._has_skipped else self._of_steps
+        mine = {f"{step}:{digest_of(found)}" for step, found in compared.items()}
         steps = sorted(int(text.partition(":")[0]) for text in not_on_all(group, mine))
         if steps:
             where = f"{where}, step {steps[0]}"
         first = self._of_steps.get(steps[0], ()) if steps else ()
-        texts = group.watch.ask(text_of(first), of=group.names)
+        found = group.watch.ask(text_of(first), of=group.names)
         self.restart()
-        return settings_differ(texts, where=where)
+        return settings_differ(found, where=where)
 
 
 def not_on_all(group: OwnGroup, mine: set[str]) -> set[str]:
-    """Returns the lines that some rank has and some other has not; every rank calls this."""
-    texts = group.watch.ask("\n".join(mine), of=group.names)
-    of_ranks = [set(text.splitlines()) for text in texts.values()]
-    return mine.union(*of_ranks) - mine.intersection(*of_ranks)
+    """Returns the lines that one of two ranks has and the other has not, the lowest ones that
+    differ; every rank calls this, and is not compared if it has no lines."""
+    found = group.watch.ask("\n".join(sorted(mine)), of=group.names)
+    of_ranks = [set(one.text.splitlines()) for one in found if one.text is not None]
+    return of_ranks[0] ^ of_ranks[1] if len(of_ranks) > 1 else set()

@@ -2,7 +2,7 @@
 
 require_agreement                     settings, parameters and buffers: raises where ranks differ
 gather_json, gather_bytes             a full message of each rank
-json_of                               a full message of one rank
+json_of, bytes_of                     a full message of one rank
 Extremes                              numbers that must be equal: the largest and the least of each
 CommonBuffers, synchronize_buffers    buffers, before a forward
 broadcast_in_place                    parameters
@@ -84,13 +84,23 @@ def gather_bytes(
     return [row[:size].tobytes() for row, size in zip(on_host, sizes, strict=True)]
 
 
+def bytes_of(mine: bytes, broadcast: Callable[[Tensor], Tensor], device: torch.device) -> bytes:
+    """Returns the bytes that `broadcast` brings from one rank; other ranks give any, which are not
+    sent."""
+    size = int(broadcast(torch.tensor(len(mine), device=device)))
+    padded = torch.frombuffer(bytearray(mine.ljust(max(1, size))), dtype=torch.uint8)
+    sent = broadcast(padded[: max(1, size)].to(device))
+    return sent.cpu().numpy()[:size].tobytes()
+
+
 def json_of(group: OwnGroup, value: object, *, source: int) -> Any:
     """Returns the value that rank `source` has; other ranks' values are not sent."""
     text = json.dumps(value, sort_keys=True).encode() if group.rank == source else b""
-    size = torch.tensor(len(text), device=group.device)
-    num_bytes = int(group.broadcast(size, _COMPARISON, source=source).result())
-    sent = torch.frombuffer(bytearray(text.ljust(num_bytes)), dtype=torch.uint8).to(group.device)
-    return json.loads(bytes(group.broadcast(sent, _COMPARISON, source=source).result().tolist()))
+
+    def broadcast(tensor: Tensor) -> Tensor:
+        return group.broadcast(tensor, _COMPARISON, source=source).result()
+
+    return json.loads(bytes_of(text, broadcast, group.device))
 
 
 class Extremes:

@@ -18,6 +18,10 @@ import time
 from torch.distributed.distributed_c10d import Store
 
 _MAX_UNSENT = 1 << 20  # bytes for a neighbor that does not read; further messages to it are dropped
+# Bytes of queries for a neighbor that sends nothing meanwhile: a quarter of the memory that the
+# kernel has for a process that does not read. If it were full, and stayed so for `SILENCE_S`, Linux
+# would end the connection, although the other machine answers.
+_MOST_UNHEARD = 1 << 14
 _READ = 1 << 18
 # reserved for documents: the route to them is the default one
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
@@ -50,6 +54,7 @@ class Connection:
         self._sending = threading.Lock()  # never waited for
         self._unsent = bytearray()
         self._received = b""
+        self._unheard = 0  # bytes of queries since the neighbor has sent anything
         self.is_silent = False  # it has ended because the other machine does not answer
         link.setblocking(False)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -65,11 +70,16 @@ class Connection:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, *, is_query: bool = False) -> None:
         """Sends as much as the kernel takes now; `flush` sends the rest.
 
-        Drops the message if the neighbor is stopped.
+        Drops the message if the neighbor is stopped, and earlier if it `is_query`: a neighbor that
+        runs answers queries.
         """
+        if is_query:
+            if self._unheard and self._unheard + len(message) > _MOST_UNHEARD:
+                return
+            self._unheard += len(message)
         if len(self._unsent) < _MAX_UNSENT:
             self._unsent.extend(message + b"\n")
         self.flush()
@@ -115,6 +125,8 @@ class Connection:
         except OSError as error:
             self.is_silent = self.is_silent or error.errno in _SILENT
             data = b""
+        if data:
+            self._unheard = 0
         *messages, self._received = (self._received + data).split(b"\n")
         return messages, bool(data)
 

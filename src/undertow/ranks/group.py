@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.errors import ConfigError, WrongType, require
 from undertow.ranks import faults
+from undertow.ranks.answers import in_ranges
 from undertow.schedule import HYBRID
 from undertow.torch_private import private
 
@@ -124,7 +125,7 @@ class GroupRef:
         rank = dist.get_rank() if dist.is_initialized() else -1
         require(
             rank in self.ranks,
-            f"this process is not among the ranks of the model, {', '.join(map(str, self.ranks))}.",
+            f"this process is not among the ranks of the model, {in_ranges(self.ranks)}.",
             where="a copy of a wrapped model",
             remedy="Call torch.distributed.init_process_group() and load it on those ranks only, "
             "or save model.module.",

@@ -29,7 +29,7 @@ from undertow.errors import require
 from undertow.ranks import faults, patience
 from undertow.ranks.faults import Activity
 from undertow.ranks.handshake import connect_ring
-from undertow.ranks.meeting import meeting_of
+from undertow.ranks.meeting import NAME, meeting_of
 from undertow.ranks.null_watch import Interruptible, NullWatch
 from undertow.ranks.threads import end_workers
 from undertow.ranks.watch import Ring, Watch
@@ -73,22 +73,27 @@ def meet(
     *,
     within_s: float,
     obstacle: str = "",
-) -> None:
-    """Waits until all these ranks are about to make a process group: torch's own waits cannot be
-    interrupted.
+) -> str:
+    """Waits until all these ranks are about to make a process group, and returns its name: torch's
+    own waits cannot be interrupted.
 
     `obstacle` says why this rank cannot make it, with a remedy in a second line. If one rank has
     one, all raise it as ConfigError. Raises StallTimeout if a rank does not arrive in time.
     """
-    found = ""
+    found = name = ""
     with meeting_of(ranks, rank, limits, watch, within_s) as meeting:
+        if rank == 0:
+            meeting.store.set(f"{meeting.key}/{NAME}", private.new_name())
         if obstacle:
             meeting.fail(obstacle)
         meeting.arrive("group")
         if meeting.has_failed:
             found = meeting.why()
+        else:
+            name = meeting.store.get(f"{meeting.key}/{NAME}").decode()
     what, _, remedy = found.partition("\n")
     require(not found, what, where=f"the making of a process group, rank {rank}", remedy=remedy)
+    return name
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ the server answers when the last rank has arrived, from a thread and over a sepa
 the rank still looks at faults, and Ctrl-C ends it. If the store has no such request, or no server,
 the rank asks for one counter, less often the longer it has waited and the more ranks there are.
 Which ranks are late is found by one rank, when it is needed, with few requests. A meeting that is
-over leaves a counter and an empty text for each of its places, and counters of reports, until the
-next meeting of these ranks is over. Only the number of its meetings stays, a counter for each rank.
+over leaves a counter and an empty text for each of its places, the name of its group, and counters
+of reports, until the next meeting of these ranks is over. Only the number of its meetings stays, a
+counter for each rank.
 
 Reasons: docs/design/lost-ranks.md.
 """
@@ -48,6 +49,9 @@ _PAUSES_S = (0.005, 0.05)  # most ranks arrive so soon: they need no thread
 # Of one request by the thread, which then looks if the rank still waits: `Lateness` decides that.
 _REQUEST_S = 60.0
 HOSTS = "hosts"  # the end of the key that tells that these ranks are on several hosts
+# The end of the key with the name of the process group that the ranks are about to make. Rank 0's
+# text at a place would not do: rank 0 deletes it before a slow rank reads it.
+NAME = "name"
 _ALL = "all"  # the end of the key that tells that all have arrived at a place, or one has given up
 
 
@@ -283,7 +287,7 @@ class Meeting:
         if self.rank == 0:
             places = [f"{before}/{name}" for name in ("at", "through", "group")]
             keys += [*places, *(f"{place}/{_ALL}" for place in places)]
-            keys += [f"{before}/{name}" for name in ("over", "why", HOSTS)]
+            keys += [f"{before}/{name}" for name in ("over", "why", HOSTS, NAME)]
         with contextlib.suppress(RuntimeError):  # some stores cannot
             for key in keys:
                 self.store.delete_key(key)

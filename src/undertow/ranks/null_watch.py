@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
+from undertow.ranks.alike import Alike
 from undertow.ranks.faults import Activity, Fault
 
 
@@ -49,10 +50,14 @@ class NullWatch:
         give up, a little later, and this one cannot continue.
         """
 
-    def ask(self, text: str, of: Sequence[int] = ()) -> dict[int, str]:
+    def ask(self, text: str, of: Sequence[int] = (), *, most: int = 2) -> list[Alike]:
         """Tells all ranks a text, and returns the texts of the ranks `of`, by default all, that
-        call this for the same ranks within a second."""
-        return {}
+        call this for the same ranks within a second.
+
+        A rank without a text is not among them. Texts may be long, and ranks many: each rank tells
+        a digest, and only the lowest rank of each of the first `most` texts tells all of it.
+        """
+        return []
 
     def leave(self, error: BaseException | None) -> None:
         """Leaves the model; with an error, tells the ranks that wait for this one."""

@@ -2,7 +2,7 @@
 collectives of torch.distributed.
 
 OwnGroup                          a clone of the user's group, and the messages over it
-all_reduce_over, all_gather_over  collectives over a group of the user's
+all_reduce_over, all_gather_over  collectives over a group of the user's, and broadcast_over
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import cast
 
 import torch
@@ -129,7 +129,7 @@ class OwnGroup:
         ranks, timeout = self.user.ranks, self.user.timeout
         within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
         if self.num_ranks == 1:
-            self._group = weakref.ref(self._clone())
+            self._group = weakref.ref(self._clone(private.new_name()))
             return
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
@@ -140,7 +140,7 @@ class OwnGroup:
         what = "all ranks, to make a process group"
         self.makes_call(what)
         with self.waiting(what):
-            meet(
+            name = meet(
                 ranks,
                 self.rank,
                 self.limits,
@@ -148,7 +148,7 @@ class OwnGroup:
                 within_s=within_s,
                 obstacle=self._obstacle(),
             )
-            self._group = weakref.ref(self._made())
+            self._group = weakref.ref(self._made(name))
 
     def _obstacle(self) -> str:
         """Returns why this rank cannot make the clone, as `meet` takes it, or an empty text."""
@@ -156,23 +156,23 @@ class OwnGroup:
             return ""
         return why_too_few(self.num_ranks, rank=self.name)
 
-    def _made(self) -> dist.ProcessGroup:
-        """Returns the clone.
+    def _made(self, name: str) -> dist.ProcessGroup:
+        """Returns the clone, a process group of this name.
 
         Gloo connects in a separate thread. If a rank is gone, that thread would wait forever, and
         it is abandoned.
         """
         if family_of(self.backend) != "gloo":
-            return self._clone()
+            return self._clone(name)
         made = ThreadWork()
         thread = self.worker("undertow-connects")
-        thread.submit(made.run, self._clone)
+        thread.submit(made.run, partial(self._clone, name))
         thread.shutdown()
         self.complete(made)
         return cast(dist.ProcessGroup, made.result())
 
-    def _clone(self) -> dist.ProcessGroup:
-        return private.new_group(self.user.ranks, self.user.backend, self.user.timeout)
+    def _clone(self, name: str) -> dist.ProcessGroup:
+        return private.new_group(self.user.ranks, self.user.backend, self.user.timeout, name)
 
     @cached_property
     def _callers(self) -> tuple[int, ...]:
@@ -451,3 +451,9 @@ def all_gather_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = tensor.new_empty(group.size(), *tensor.shape)
     dist.all_gather(list(received.unbind()), tensor, group=group)
     return received
+
+
+def broadcast_over(tensor: Tensor, group: dist.ProcessGroup, *, source: int) -> Tensor:
+    """Writes the values of rank `source` of the user's group into `tensor`, and returns it."""
+    dist.broadcast(tensor, group=group, group_src=source)
+    return tensor

@@ -26,7 +26,7 @@ one: its neighbors know one too.
     leaves   a rank that closes a model, cannot continue      fails if it waits for that rank
              with it, or ends
     answers  a rank that has waited for long, of all ranks    reports them: `inquiry` gathers them
-    tells    a rank that calls `ask`, with its text           keeps it for its own `ask`
+    tells    a rank that calls `ask`, its digest or text      keeps it for its own `ask`
 
 If all ranks answer that they wait, one asks again, `about` the collective calls that they have
 made. If each has made one that another one lacks, and no wait has ended in between, the ranks are
@@ -40,6 +40,7 @@ Reasons: docs/design/lost-ranks.md.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -57,6 +58,7 @@ from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
 from undertow.foreign import parsed_json
 from undertow.ranks import faults, patience
+from undertow.ranks.alike import Alike, alike
 from undertow.ranks.answers import Answer, Call
 from undertow.ranks.connections import SILENCE_S, Connection
 from undertow.ranks.faults import Activity, Fault
@@ -117,7 +119,8 @@ class Ring:
 
     def say_to(self, neighbor: Connection, kind: MessageKind, **content: Any) -> None:
         """Sends a message to one neighbor."""
-        neighbor.send(json.dumps({"kind": kind, "from": self.rank, **content}).encode())
+        encoded = json.dumps({"kind": kind, "from": self.rank, **content}).encode()
+        neighbor.send(encoded, is_query=kind == MessageKind.ASKS)
 
     def inquiry(self, number: int) -> Inquiry:
         """Returns the queries about a model."""
@@ -182,7 +185,7 @@ class Ring:
             encoded = json.dumps(message).encode()
             for neighbor in tuple(self.neighbors):
                 if neighbor is not source and neighbor.rank != message["from"]:
-                    neighbor.send(encoded)
+                    neighbor.send(encoded, is_query=message["kind"] == MessageKind.ANSWERS)
         self._handle(message)
 
     def _is_known(self, message: Message) -> bool:
@@ -264,14 +267,27 @@ class Watch(NullWatch):
             # process for that.
             self.ring.say_failed(reason)
 
-    def ask(self, text: str, of: Sequence[int] = ()) -> dict[int, str]:
+    def ask(self, text: str, of: Sequence[int] = (), *, most: int = 2) -> list[Alike]:
         ranks = tuple(of) or tuple(range(self.ring.num_ranks))
         question = f"{zlib.crc32(repr(ranks).encode())}, {self._asks[ranks]}"
         self._asks[ranks] += 1
+        digest = hashlib.sha256(text.encode()).hexdigest() if text else ""
+        found = [one for one in alike(self._told(question, digest, ranks)) if one.text]
+        # All whole texts would be N^2 times their length in the job, and a connection drops
+        # messages when too many wait: ranks would have different texts.
+        tellers = [one.ranks[0] for one in found[:most]]
+        whole = text if self.ring.rank in tellers else None
+        texts = self._told(f"{question}, whole", whole, tellers)
+        return [Alike(one.ranks, texts.get(one.ranks[0])) for one in found]
+
+    def _told(self, question: str, text: str | None, by: Sequence[int]) -> dict[int, str]:
+        """Tells all ranks a text, or nothing, and returns the texts that arrive in time from the
+        ranks `by`."""
+        if text is not None:
+            self.say(MessageKind.TELLS, ask=question, text=text)
         texts = self._texts[question]
-        self.say(MessageKind.TELLS, ask=question, text=text)
         limit_s = patience.answers_s(self.ring.num_ranks)
-        self._wait_for_fault_or(lambda: len(texts) == len(ranks), limit_s)
+        self._wait_for_fault_or(lambda: len(texts) == len(by), limit_s)
         return texts
 
     def leave(self, error: BaseException | None) -> None:

@@ -121,27 +121,34 @@ def name_of(ranks: Sequence[int]) -> str:
     return hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:24]
 
 
-def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def new_name() -> str:
+    """Returns a name for a process group that no other one has, of torch or of Undertow; one rank
+    of the group calls this and tells the others.
+
+    Gloo puts it in each of its keys in the store, of which there are N^2: so it is short.
+    """
+    return f"u{default_store().add('undertow/groups', 1)}"
+
+
+def new_group(
+    ranks: Sequence[int], backend: str, timeout: timedelta | None, name: str
+) -> dist.ProcessGroup:
     """Creates a process group of these ranks, including this one; a collective call for these ranks
-    only.
+    only, which have the same `name` of `new_name`.
 
     torch.distributed.new_group names a group by the number of groups that the process has, which
     must be the same on all its ranks. Ranks that release groups at different times, or that are in
-    several groups, would wait for each other forever. Here the ranks count in the store how often
-    they have made a group of these ranks. No rank can get ahead, because making a group waits for
-    all of them.
+    several groups, would wait for each other forever.
     """
     world, default = _c10d._world, _c10d._get_default_group()
     _, store = world.pg_map[default]
-    members = name_of(ranks)
-    number = (int(store.add(f"undertow/{members}", 1)) - 1) // len(ranks)
     group, _ = _c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
         dist.Backend(backend),
         store,
-        f"undertow/{members}/{number}",
+        name,
         timeout=_c10d._get_default_timeout(dist.Backend(backend)) if timeout is None else timeout,
         device_id=default.bound_device_id,
         group_desc="undertow",

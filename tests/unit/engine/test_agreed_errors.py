@@ -10,6 +10,7 @@ from undertow.buckets.trailer import Reading
 from undertow.engine.agreed_errors import changed_unlike, require_sound
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import Desync, PeerFailed, PlanMismatch
+from undertow.ranks.alike import alike
 
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
@@ -20,13 +21,13 @@ def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
 
 def of_ranks(number: int, said: str = "") -> Any:
     """The group of rank 1, whose rank 0 answers so."""
-    watch = SimpleNamespace(ask=lambda mine, of: {0: said, 1: mine} if said else {})
+    watch = SimpleNamespace(ask=lambda mine, **_: alike({0: said, 1: mine}) if said else [])
     return SimpleNamespace(name=1, num_ranks=number, names=range(number), watch=watch)
 
 
 DIFFERENT = "ranks are not in the same step.\n"
 OVERDUE = "gradients arrived again after their bucket was sent, and were left out.\n"
-FAILED = "backward failed on rank 0, 2.\n"
+FAILED = "backward failed on ranks 0, 2.\n"
 SETTINGS = "ranks step with different settings of an optimizer.\n"
 TEXTS = {
     DIFFERENT: "  synchronization 5, rank 1\n"
@@ -90,7 +91,7 @@ def test_parameters_that_changed_on_some_ranks_only_are_a_mismatch(change: str, 
     error = changed_unlike(round_with({"flags": {"changed": (3,)}}, {"flags": {"changed": (1,)}}), of_ranks(4), change)
     assert (type(error), str(error)) == (
         PlanMismatch,
-        "the parameters, or the communication hook, have changed on rank 1, 3, but not on rank 0, 2.\n"
+        "the parameters, or the communication hook, have changed on ranks 1, 3, but not on ranks 0, 2.\n"
         f"  synchronization 5, rank 1{where}\n"
         "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank.",
     )

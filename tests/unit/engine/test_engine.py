@@ -266,7 +266,7 @@ def test_ranks_that_step_with_other_settings_are_told_which() -> None:
 
     errors = errors_of(2, train)
     assert all(error.startswith(f"{PlanMismatch.__name__}: ranks step with different settings") for error in errors)
-    assert all("lr of group 0 of SGD with 'units.0.bias' is 0 on rank 0, 0.25 on rank 1" in error for error in errors)
+    assert all("lr of group 0 of SGD with 'units.0.bias' is 0 on rank 0, but 0.25 on rank 1" in error for error in errors)
 
 
 @pytest.mark.parametrize("momentum", [torch.tensor(0.5), 0.5, torch.tensor(0.5, dtype=torch.float64)])

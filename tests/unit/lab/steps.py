@@ -26,6 +26,8 @@ class LineCosts:
         fixed, per_byte = self.lines[kind]
         return fixed + per_byte * np.asarray(num_bytes, dtype=np.float64)
 
+    direct_us = collective_us
+
 
 def lines(reduction: tuple[float, float], gather: tuple[float, float] = (0, 0)) -> LineCosts:
     return LineCosts({"all_reduce": reduction, "reduce_scatter": reduction, "all_gather": gather})
@@ -52,6 +54,8 @@ class TableCosts:
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> NDArray[np.float64]:
         return np.asarray(self.tables[kind])[np.ceil(np.asarray(num_bytes, dtype=np.float64)).astype(np.int64)]
+
+    direct_us = collective_us
 
     def of(self, kind: str, num_bytes: int) -> float:
         return self.tables[kind][num_bytes]

@@ -334,6 +334,21 @@ def test_a_neighbor_that_does_not_read_misses_messages_and_no_more(pair: tuple[C
     assert len(messages) < len(sent)
 
 
+def test_queries_leave_room_in_the_memory_of_a_paused_process(pair: tuple[Connection, Connection]) -> None:
+    """If it were full, Linux would end the connection. Faults are sent, and queries again once the neighbor runs."""
+    first, second = pair
+    for _ in range(100):
+        first.send(b"q" * 1000, is_query=True)
+    first.send(b"q" * 60_000, is_query=True)
+    first.send(b"fails")
+    queries = received(second, 17)
+    assert queries == [b"q" * 1000] * 16 + [b"fails"]
+    second.send(b"does")
+    received(first, 1)
+    first.send(b"q" * 60_000, is_query=True)
+    assert received(second, 1) == [b"q" * 60_000]
+
+
 def test_a_message_in_the_middle_of_another_one_follows_it(pair: tuple[Connection, Connection]) -> None:
     """As where a garbage collection in the middle of a send frees a group, whose ring says that it leaves."""
     first, second = pair

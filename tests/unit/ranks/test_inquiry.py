@@ -5,7 +5,8 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from support.levels import some
 from undertow import RankLost, SyncConfig
 from undertow.ranks import faults, patience
+from undertow.ranks.alike import Alike
 from undertow.ranks.faults import Activity
 from undertow.ranks.watch import Ring, Watch
 
@@ -28,8 +30,9 @@ class Link:
     def __init__(self, network: "Network", rank: int, other: int) -> None:
         self.network, self.rank, self._from = network, other, rank
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, *, is_query: bool = False) -> None:
         self.network.num_sent[self._from] += 1
+        self.network.kinds[is_query].add(json.loads(message)["kind"])
         self.network.num_bytes += len(message)
         self.network.longest = max(self.network.longest, len(message))
         self.network.on_its_way.append((self._from, self.rank, message))
@@ -41,6 +44,7 @@ class Network:
     def __init__(self, num_ranks: int, late: Iterable[int] = (), *, limits: SyncConfig = LIMITS) -> None:
         self.num_sent = Counter[int]()
         self.num_bytes = self.longest = 0
+        self.kinds = {True: set[str](), False: set[str]()}  # of messages that a neighbor may miss, and that it may not
         self.on_its_way = deque[tuple[int, int, bytes]]()
         self.stopped = set[int]()
         self.rings, self.watches = list[Ring](), list[Watch]()
@@ -315,12 +319,46 @@ def test_an_answer_that_makes_no_sense_is_dropped(kind: str, change: dict[str, A
     assert "made no sense" in caplog.messages[0]
 
 
+def asked(network: Network, texts: Mapping[int, str], **how: Any) -> dict[int, list[Alike]]:
+    """What each of these ranks is told that asks with its text."""
+    with ThreadPoolExecutor(len(texts)) as threads:
+        asking = {rank: threads.submit(network.watches[rank].ask, text, **how) for rank, text in texts.items()}
+        while not all(each.done() for each in asking.values()):
+            network.deliver()
+            wait(asking.values(), timeout=0.001)
+    return {rank: each.result() for rank, each in asking.items()}
+
+
 def test_a_text_for_some_ranks_is_not_taken_for_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """One data axis of a mesh may ask alone: its next question to all is not the others' second one."""
-    monkeypatch.setattr(patience, "answers_s", lambda _num_ranks: 0.0)
+    monkeypatch.setattr(patience, "answers_s", lambda _num_ranks: 10.0)
     network = Network(4)
-    of_axis = [network.watches[rank].ask(f"axis, {rank}", of=(0, 2)) for rank in (0, 2)]
-    of_all = [watch.ask(f"all, {rank}") for rank, watch in enumerate(network.watches)]
+    of_axis = asked(network, {rank: f"axis, {rank}" for rank in (0, 2)}, of=(0, 2))
+    of_all = asked(network, {rank: f"all, {rank}" for rank in range(4)}, most=4)
+    assert list(of_axis.values()) == 2 * [[Alike([rank], f"axis, {rank}") for rank in (0, 2)]]
+    assert list(of_all.values()) == 4 * [[Alike([rank], f"all, {rank}") for rank in range(4)]]
+
+
+def test_of_long_texts_two_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a digest of each rank, except of one that has nothing to tell."""
+    monkeypatch.setattr(patience, "answers_s", lambda _num_ranks: 10.0)
+    network, text = Network(32), "x" * 100_000
+    texts = {rank: f"{rank % 3} {text}" if rank else "" for rank in range(32)}
+    told = asked(network, texts)
+    found = [
+        Alike([*range(1, 32, 3)], f"1 {text}"),
+        Alike([*range(2, 32, 3)], f"2 {text}"),
+        Alike([*range(3, 32, 3)], None),
+    ]
+    assert list(told.values()) == 32 * [found]
+    assert network.num_bytes < 32 * 2 * (2 * len(text) + 32 * 300)  # both ways round
+
+
+def test_a_stopped_rank_may_miss_queries_and_no_faults() -> None:
+    network = Network(5, [3])
+    network.watches[0].inquiry.ask([])
     network.deliver()
-    assert of_axis == 2 * [{0: "axis, 0", 2: "axis, 2"}]
-    assert of_all == 4 * [{rank: f"all, {rank}" for rank in range(4)}]
+    network.watches[1].leave(None)
+    network.watches[0].fail(faults.lost(2))
+    network.deliver()
+    assert network.kinds == {True: {"asks", "answers"}, False: {"does", "leaves", "fails"}}

@@ -14,9 +14,11 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from support.counted_store import CountedStore
 from undertow import SyncConfig
 from undertow.errors import RankLost, StallTimeout
 from undertow.ranks import handshake, meeting
+from undertow.ranks.guard import meet
 from undertow.ranks.handshake import connect_ring
 from undertow.ranks.meeting import meeting_of
 from undertow.ranks.null_watch import NullWatch
@@ -93,12 +95,13 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 
 def meets(num_ranks: int, rank: int, *, makes_ring: bool = False, **limits: float) -> None:
-    with meeting_of(tuple(range(num_ranks)), rank, SyncConfig(**limits), NullWatch(), 300.0) as met:
-        if makes_ring:
-            for neighbor in connect_ring(met):
-                neighbor.close()
-        else:
-            met.arrive("group")
+    ranks, config = tuple(range(num_ranks)), SyncConfig(**limits)
+    if not makes_ring:
+        meet(ranks, rank, config, NullWatch(), within_s=300.0)
+        return
+    with meeting_of(ranks, rank, config, NullWatch(), 300.0) as met:
+        for neighbor in connect_ring(met):
+            neighbor.close()
 
 
 def all_meet(num_ranks: int, late: Callable[[], object] = int, **how: Any) -> None:
@@ -117,23 +120,24 @@ def test_meetings_leave_a_counter_and_no_texts(makes_ring: bool, store: Counted)
     for _ in range(4):
         all_meet(5, makes_ring=makes_ring)
         num_kept.append(len(store.keys))
-    places = 2 if makes_ring else 1
-    # A counter and an empty text of each place of the last meeting: a slow rank may still read them. And the number of meetings
-    # that each rank has had.
-    assert num_kept == [2 * places + 5] * 4
+    # A counter and an empty text of each place of the last meeting, and the name of its group: a slow rank may still read them.
+    # And the number of meetings that each rank has had, and of groups.
+    of_last = 4 if makes_ring else 3 + 1
+    assert num_kept == [of_last + 5] * 4
     assert store.longest <= 200
 
 
 def test_ranks_that_wait_for_a_late_one_make_one_request_each(store: Counted) -> None:
     """As long as it takes: 16 ranks."""
     all_meet(16, late=lambda: time.sleep(1.0))
-    at_once = Counter({"set": 17, "add": 32, "delete_key": 16 + 9, "check": 1})  # texts and the end, tries and counts
+    # Texts, the end and a name; tries, counts and the number of groups; the name.
+    at_once = Counter({"set": 18, "add": 33, "delete_key": 16 + 10, "check": 1, "get": 16})
     asked = store.num_asked - at_once
     assert asked["wait"] == 15
     assert sum(asked.values()) <= 60
 
 
-NUM_NEEDED_OF_16 = 14 * 16 + 23  # requests of a start, if no rank ever asks if the others are there
+NUM_NEEDED_OF_16 = 15 * 16 + 27  # requests of a start, if no rank ever asks if the others are there
 
 
 def all_start(num_ranks: int, late: Callable[[], object] = int) -> None:
@@ -167,10 +171,46 @@ def test_ranks_meet_in_a_store_that_answers_slowly(store: Counted) -> None:
 
 @pytest.mark.parametrize("num_ranks", [16, pytest.param(64, marks=pytest.mark.deep)])
 def test_the_start_of_a_model_writes_little_for_each_rank(num_ranks: int, store: Counted) -> None:
-    """Addresses and texts, whose bytes do not grow with the ranks: torch's own for a group of gloo have 300 for each rank."""
+    """Addresses and texts, whose bytes do not grow with the ranks."""
     all_start(num_ranks)
     assert store.num_written <= 600 * num_ranks
-    assert len(store.keys) == num_ranks + 2  # the number of meetings of each rank, and the last place
+    assert len(store.keys) == num_ranks + 4  # the number of meetings of each rank and of groups; the last place and name
+
+
+def requests_of_a_start(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+    """Bytes that all ranks send to the store: for a group of torch's `new_group`, and to meet for a model and for its group."""
+    counted, here, ranks = CountedStore(), threading.local(), range(num_ranks)
+    stores = [dist.PrefixStore("default_pg", counted.client()) for _ in ranks]
+    monkeypatch.setattr(private, "default_store", lambda: here.store)
+    groups = list[dist.ProcessGroupGloo]()
+
+    def connect(rank: int, name: str) -> None:
+        store = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", stores[rank]))  # as torch names them
+        groups.append(dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=60)))
+
+    def agree(rank: int) -> str:
+        here.store = stores[rank]
+        meets(num_ranks, rank, makes_ring=True)
+        return meet(tuple(ranks), rank, SyncConfig(), NullWatch(), within_s=60.0)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        at = [counted.num_bytes]
+        list(threads.map(connect, ranks, num_ranks * ["1"]))
+        at.append(counted.num_bytes)
+        names = list(threads.map(agree, ranks))
+        at.append(counted.num_bytes)
+        list(threads.map(connect, ranks, names))
+        at.append(counted.num_bytes)
+    return at[1] - at[0], at[2] - at[1], at[3] - at[2]
+
+
+def test_a_model_of_64_ranks_asks_the_store_little_more_than_a_group_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 4 and 8 ranks. Gloo's bytes of a rank grow with the number of ranks, and those of a meeting do not."""
+    monkeypatch.setattr(handshake, "own_address", lambda _: "127.0.0.1")
+    few, many = (requests_of_a_start(num_ranks, monkeypatch) for num_ranks in (4, 8))
+    of_torch, of_group = (many[of] / 8 + 14 * (many[of] / 8 - few[of] / 4) for of in (0, 2))
+    of_meeting = many[1] / 8
+    assert of_meeting + of_group <= 1.5 * of_torch
 
 
 def test_a_fault_ends_a_wait_in_the_store(store: Counted) -> None:

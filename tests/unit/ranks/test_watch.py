@@ -118,7 +118,7 @@ def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
         null.check()
     null.fail(ValueError("row 7 has no label"))
     null.leave(None)
-    assert (null.ask("here"), null.fault) == ({}, None)
+    assert (null.ask("here"), null.fault) == ([], None)
 
 
 def test_a_rank_that_raises_an_error_of_the_library_leaves_with_it_once(alone: Watch) -> None:

@@ -10,12 +10,16 @@ bandwidth b in seconds per byte:
     tree     2 log2(n)a + 2Mb                 log2(n)a + nc + (n-1)/n Mb (both)
     nodes    reduce_scatter inside + all_reduce across of M/g + all_gather inside, g ranks per node
     mesh     the same                       all but the gather       the all_gather inside
+    direct   2a + 2(n-1)h + 2(n-1)/n Mb     a + (n-1)h + (n-1)/n Mb (both)
 
 NCCL takes the faster of ring and tree for an all-reduce (since its version 2.4; src/graph/tuning.cc
 counts log2 of the ranks for a tree, and half of a ring's bandwidth as a bus has it), and gloo
 always the ring. Its trees for a reduce-scatter and an all-gather ("PAT", since 2.23) need one rank
 on each node, and its model counts 2.8 us for each rank, c, beside log2 of them. log2 is taken of
 any number: nothing jumps.
+
+Over gloo, shards and formats are direct messages: each rank sends and receives n-1 of them, or
+twice as many, at the same time. A processor takes h for each.
 """
 
 import math
@@ -31,6 +35,9 @@ from undertow.lab.cost.curves import CostCurve, Floats
 from undertow.lab.cost.links import NODE_LINK, Link, link_from_text
 
 _TREE_RANK_S = 2.8e-6  # of a reduce-scatter or an all-gather through trees
+# Of one processor for a message of gloo, of any size: a send takes 43 us and a receive 42
+# (docs/studies.md, in a profile of 8 ranks).
+_MESSAGE_US = 85.0
 
 # Ring algorithms over n ranks: (messages one after another, share of the payload that crosses each
 # rank's link). The arithmetic of the reduction is left out, because the processor does it and not
@@ -74,6 +81,10 @@ class Costs(Protocol):
             An array of the shape of `num_bytes`.
         """
 
+    def direct_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
+        """Like `collective_us`, for a collective that Undertow makes of direct messages: over gloo,
+        those of shards and formats. Over other backends the two are equal."""
+
 
 @dataclass(frozen=True, slots=True)
 class RingCosts:
@@ -101,6 +112,16 @@ class RingCosts:
             times_s = times_s - max(0.0, saved_s - _TREE_RANK_S * self.num_ranks)
         return 1e6 * times_s
 
+    def direct_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
+        """Implements `Costs`: as many messages as in a ring, but at the same time."""
+        if self.has_trees:
+            return self.collective_us(kind, num_bytes)
+        num_messages, share = _ring(kind, self.num_ranks)
+        rounds = num_messages / max(1, self.num_ranks - 1)
+        fixed_us = 1e6 * rounds * self.link.hop_s + num_messages * _MESSAGE_US
+        sizes = np.asarray(num_bytes, dtype=np.float64)
+        return fixed_us + 1e6 * share / self.link.bytes_per_s * sizes
+
 
 def _ring(kind: str, num_ranks: int) -> tuple[float, float]:
     """Returns messages one after another, and the share of the payload that crosses a link."""
@@ -122,24 +143,47 @@ class NodeCosts:
     Across nodes, one rank of each node takes part, with 1/`per_node` of the payload. With `is_mesh`
     only ranks of one node have different shards, and nodes are replicas. A reduce_scatter is then
     one inside a node, followed by the all_reduce of each rank's shard across nodes; an all_gather
-    runs inside only.
+    runs inside only. Without a mesh, direct messages go from each rank to each other one.
     """
 
     inside: Costs
     across: Costs
     per_node: int
     is_mesh: bool = False
+    num_nodes: int = 0  # of ranks that send direct messages; 0 if they send none
 
     def collective_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
         """Implements `Costs`."""
+        return self._two_levels_us(
+            kind, num_bytes, self.inside.collective_us, self.across.collective_us
+        )
+
+    def direct_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
+        """Implements `Costs`."""
+        if self.is_mesh or not self.num_nodes:
+            return self._two_levels_us(
+                kind, num_bytes, self.inside.direct_us, self.across.direct_us
+            )
+        sizes = np.asarray(num_bytes, dtype=np.float64)
+        # With the messages inside counted once for each node, all go to each other rank once.
+        inside_us = self.inside.direct_us(kind, sizes / self.num_nodes**2)
+        return self.num_nodes * inside_us + self.across.direct_us(kind, sizes)
+
+    def _two_levels_us(
+        self,
+        kind: str,
+        num_bytes: ArrayLike,
+        inside_us: Callable[[str, ArrayLike], Floats],
+        across_us: Callable[[str, ArrayLike], Floats],
+    ) -> Floats:
         sizes = np.asarray(num_bytes, dtype=np.float64)
         times_us = np.zeros_like(sizes)
         for phase in _INSIDE[kind]:
-            times_us = times_us + self.inside.collective_us(phase, sizes)
+            times_us = times_us + inside_us(phase, sizes)
         if self.is_mesh and kind == "all_gather":
             return times_us
         crossing = "all_reduce" if self.is_mesh else kind
-        return times_us + self.across.collective_us(crossing, sizes / self.per_node)
+        return times_us + across_us(crossing, sizes / self.per_node)
 
 
 # Substitutes for a kind that was not measured, best first, as in a ring: an all-reduce is a
@@ -182,6 +226,10 @@ class MeasuredCosts:
             where=f"measured: {known}",
             remedy="Measure it, or name a link.",
         )
+
+    def direct_us(self, kind: str, num_bytes: ArrayLike) -> Floats:
+        """Implements `Costs`: the messages were measured."""
+        return self.collective_us(kind, num_bytes)
 
 
 def costs_for(  # a network, and how its collectives go
@@ -229,4 +277,5 @@ def costs_for(  # a network, and how its collectives go
         across=RingCosts(link, num_ranks=num_ranks // per_node, has_trees=has_trees),
         per_node=per_node,
         is_mesh=is_mesh,
+        num_nodes=0 if has_trees else num_ranks // per_node,
     )

@@ -26,6 +26,11 @@ class Payload:
         """Microseconds of a processor for its format, beyond those for its bytes."""
         return WIRES[self.wire].bucket_us if self.wire and self.is_host else 0.0
 
+    def is_direct(self, kind: str) -> bool:
+        """Returns True if ranks on processors send it to each other, instead of in a collective of
+        gloo."""
+        return self.is_host and (self.wire is not None or kind != "all_reduce")
+
 
 def payloads_us(costs: Costs, kind: str, payloads: Sequence[Payload]) -> Floats:
     """Returns the microseconds of one collective for each payload.
@@ -41,4 +46,10 @@ def payloads_us(costs: Costs, kind: str, payloads: Sequence[Payload]) -> Floats:
         if payload.wire is not None and payload.is_host and payload.wire != contained:
             per_element_us = WIRES[payload.wire].coding_us_per_mb * _FP32_MB
             coding_us[index] = share * per_element_us * payload.num_encoded
-    return costs.collective_us(kind, [payload.num_bytes for payload in payloads]) + coding_us
+    sizes = [payload.num_bytes for payload in payloads]
+    times_us = np.where(
+        [payload.is_direct(kind) for payload in payloads],
+        costs.direct_us(kind, sizes),
+        costs.collective_us(kind, sizes),
+    )
+    return times_us + coding_us

@@ -71,6 +71,50 @@ def test_a_payload_in_a_format_takes_its_coding_too(kind: str, share: float) -> 
     assert payloads_us(NODES, kind, [*others, INT8]) == pytest.approx(expected, rel=1e-12)
 
 
+GLOO, FAR = RingCosts(LINK, num_ranks=4, has_trees=False), RingCosts(SLOW, num_ranks=3, has_trees=False)
+
+
+@pytest.mark.parametrize(
+    ("costs", "kind", "expected"),
+    [
+        # Latency, messages, bytes: three peers at once, and with an all-reduce twice.
+        (GLOO, "all_reduce", 20 + 6 * 85 + 1800),
+        (GLOO, "reduce_scatter", 10 + 3 * 85 + 900),
+        (GLOO, "all_gather", 10 + 3 * 85 + 900),
+        (RingCosts(LINK, num_ranks=1, has_trees=False), "all_reduce", 0),
+        # Eight of eleven peers are on the two other nodes, and get two thirds of the bytes; three on this one a quarter.
+        (
+            NodeCosts(inside=GLOO, across=FAR, per_node=4, num_nodes=3),
+            "all_gather",
+            (100 + 3 * 10) + 11 * 85 + 800 + 300,
+        ),
+        (
+            NodeCosts(inside=GLOO, across=FAR, per_node=4, num_nodes=3, is_mesh=True),
+            "reduce_scatter",
+            (10 + 3 * 85 + 900) + (200 + 4 * 85 + 400),
+        ),
+        (NodeCosts(inside=GLOO, across=FAR, per_node=4, num_nodes=3, is_mesh=True), "all_gather", 10 + 3 * 85 + 900),
+    ],
+    ids=["all-reduce", "reduce-scatter", "all-gather", "one rank", "nodes", "mesh", "gather on a mesh"],
+)
+def test_direct_messages_cost_a_processor_time_for_each_peer(costs: Costs, kind: str, expected: float) -> None:
+    assert float(costs.direct_us(kind, 1200)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("costs", [RingCosts(LINK, num_ranks=4), NODES, MeasuredCosts(CURVES)])
+def test_other_backends_have_no_direct_messages(costs: Costs) -> None:
+    for kind in KINDS:
+        assert costs.direct_us(kind, [1000, 1500]).tolist() == costs.collective_us(kind, [1000, 1500]).tolist()
+
+
+@pytest.mark.parametrize(("kind", "is_collective"), [("all_reduce", True), ("reduce_scatter", False), ("all_gather", False)])
+def test_over_gloo_shards_and_formats_are_direct_messages(kind: str, is_collective: bool) -> None:
+    full, on_device, encoded = payloads_us(GLOO, kind, [Payload(num_bytes=1200), Payload(num_bytes=1200, is_host=False), INT8])
+    direct, ring = float(GLOO.direct_us(kind, 1200)), us(GLOO, kind)
+    assert (full, on_device) == (ring if is_collective else direct, ring)
+    assert encoded > direct
+
+
 @pytest.mark.parametrize(("measured", "coded"), [("int8", 0), ("bfloat16", 1), (None, 1)])
 def test_costs_that_were_measured_in_a_format_contain_its_coding(measured: str | None, coded: int) -> None:
     costs = MeasuredCosts(CURVES, {"all_reduce": measured})
