@@ -34,6 +34,7 @@ class Drawing:
         self.units += ["linear"]
         self.num_units = len(self.units)
         self.has_stepped = False  # with nothing after it
+        self.has_mean = False  # that no optimizer has stepped on
         self.has_hook = self.is_plain and self.likely(0.15)
         self.formats = {
             "wire": None if self.has_hook else wire,
@@ -69,6 +70,7 @@ class Drawing:
         # What a backward of the bare module leaves must not be there if units change, nor statistics if it moves them.
         is_bare = self.has_stepped and not change and "norm" not in self.units and self.between.random() < 0.3
         self.has_stepped = False
+        had_mean, self.has_mean = self.has_mean, False
         yield f"saliency {'|'.join(self.between.choice(['now', '']) for _ in range(self.num_ranks))}" if is_bare else ""
         yield change
         yield f"late {self.chance.randrange(self.num_ranks)} {self.chance.choice(LATE)}" if self.likely(0.15) else ""
@@ -82,7 +84,8 @@ class Drawing:
         # The window ends before the backward that synchronizes, as at the end of an epoch.
         is_cut = num_accumulated > 0 and self.between.random() < 0.25
         for _ in range(num_accumulated):
-            forward = self.forward()
+            # On top of a mean, a rank whose loss reaches nothing counts as one that looks at its loss, and averages nothing.
+            forward = self.forward(reaches=is_cut and had_mean)
             yield from (
                 "|".join(f"{word.removesuffix(' quiet')} quiet" for word in forward.split("|")) if is_cut else forward,
                 self.tokens(),
@@ -103,6 +106,7 @@ class Drawing:
         yield "scale" if is_scaled else ""
         yield f"look {self.of_ranks(['now', ''])}" if looks else ""
         if self.likely(0.1):
+            self.has_mean = True
             return  # without a step
         yield "step"
         self.has_stepped = not is_scaled

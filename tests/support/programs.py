@@ -472,8 +472,8 @@ class Run:
         if how == "alone":
             self.reference.is_accumulated = False
         if is_late:
+            self.reference.has_shards = sharding_of(self.sync) is not None  # a change of parameters is in force now
             self.reference.synchronize()
-            self.reference.has_shards = sharding_of(self.sync) is not None
             self._ends_synchronized()
         if all(param.grad.isfinite().all() for param in self.bare.parameters() if param.grad is not None):
             self.reference.step(self.optimizers[1], {spec.name for spec in self.sync.plan.params})
