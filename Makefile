@@ -48,13 +48,13 @@ mutants: $(READY)test ## Change the source in one place after the other, and tel
 soak: $(READY)test ## Train with 200 faults at random places; make soak ARGS="--seed 7 --injections 20"
 	PYTHONPATH=tests $(BIN)/python -m soak $(ARGS)
 
-bench: $(READY)bench ## Measure host overhead, Muon and steps over shaped links (2 hours); make bench ARGS="--quick"
+bench: $(READY)bench ## Measure host overhead, Muon and steps over shaped links (root, iproute2, an idle machine, 2 hours); make bench ARGS="--quick"
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-peers: $(READY)bench ## Make the virtual environments of Megatron-core and DeepSpeed, for benchmarks.shaped; make bench-peers ARGS="megatron"
 	$(BIN)/python -m benchmarks.shaped.install $(ARGS)
 
-figures: $(READY)bench ## Write the tables of README and docs/benchmarks.md from recorded results; make figures ARGS="--pictures"
+figures: $(READY)bench ## Write the tables of README and docs from results of make bench; measures nothing; make figures ARGS="--pictures"
 	$(BIN)/python -m benchmarks figures $(ARGS)
 
 lint: $(READY)lint ## Check style, types and the layers of the architecture

@@ -319,7 +319,8 @@ WIRES: Mapping[str, Wire] = {
     "int8": BlockInt8(),
 }
 AUTO, AUTO_WIRE = "auto", "int8"  # the setting that lets the plan choose, and the format it chooses
-PARAM_WIRES = ("bfloat16", "int8")  # differences may be too small for float16
+# Of differences of parameters, which may be too small for float16.
+PARAM_WIRES = ("bfloat16", "int8")
 
 
 def wire_for(name: str | None, dtype: str, itemsize: int) -> Wire | None:

@@ -1,7 +1,9 @@
 """Replicas that differ, and values that are not finite: every rank is told, and no replica spoils another one."""
 
 import contextlib
+import logging
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -14,10 +16,10 @@ from support.errors import text_of
 from support.inside import leave_unread
 from support.levels import some
 from support.models import noise
-from support.outer import Reference, loss_of, net, replica, require_equal, same_everywhere, step, train
+from support.outer import Reference, loss_of, net, replica, require_equal, same_everywhere, step, train, values_of
 from support.ranks import in_ranks
 from support.sharded import mesh_of
-from undertow import Desync, NonFiniteGradient, Outer, PlanMismatch, ReplicaMismatch
+from undertow import Desync, DistributedDataParallel, NonFiniteGradient, Outer, PlanMismatch, ReplicaMismatch
 
 
 @pytest.mark.deep
@@ -64,6 +66,63 @@ def test_they_are_told_on_every_rank_of_a_mesh() -> None:
     assert " is 0.01 on ranks 0, 1, but 0.02 on ranks 2, 3\n" in text
 
 
+def train_with_skips(
+    ddp: DistributedDataParallel, optimizers: list[torch.optim.Optimizer], steps: range, skips: Collection[tuple[int, int]] = ()
+) -> None:
+    """The scaler of a rank skips the step of the optimizer at this place, if (rank, step) is in `skips`: the last optimizer."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in steps:
+        ddp.zero_grad()
+        scaler.scale(loss_of(ddp, number, dist.get_rank())).backward()
+        if (dist.get_rank(), number) in skips:
+            for param in optimizers[-1].param_groups[0]["params"]:
+                param.grad.fill_(torch.inf)
+        before = scaler.get_scale()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers if scaler.get_scale() == before else optimizers[:-1]:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9  # as a scheduler that waits for the step
+
+
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("skips", some([[(0, 1), (1, 2)], [(0, 1), (1, 1)], [(0, 5), (1, 5), (0, 6), (1, 7)]], most=1))
+def test_settings_are_compared_again_after_as_many_skipped_steps_on_each_replica(skips: list[tuple[int, int]]) -> None:
+    with replica(net(), Outer(every=4, fragments=2, delay=1)) as ddp:
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        train_with_skips(ddp, [optimizer], range(11), skips)
+        (group,) = optimizer.param_groups
+        group["weight_decay"] = 0.01 + 0.1 * dist.get_rank()
+        text = text_of(PlanMismatch, lambda: train_with_skips(ddp, [optimizer], range(11, 20)))
+    assert text == (
+        "ranks step with different settings of an optimizer.\n  exchange of fragment 0, step 12\n"
+        "  first difference: weight_decay of group 0 of AdamW with 'blocks.0.0.bias' is 0.01 on rank 0, 0.11 on rank 1\n"
+        "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of "
+        "their losses."
+    )
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("skips", some([[(1, 3)], [(0, 2), (1, 3)], [(0, 7), (1, 7), (1, 9)]], most=1))
+def test_a_learning_rate_that_waits_for_skipped_steps_is_not_a_difference(skips: list[tuple[int, int]]) -> None:
+    with replica(net(), Outer(every=4, fragments=2, delay=1)) as ddp:
+        train_with_skips(ddp, [torch.optim.AdamW(ddp.parameters(), lr=0.01)], range(20), skips)
+        assert ddp.outer.state_dict()["step"] == 20
+
+
+@pytest.mark.deep
+@in_ranks(2)
+def test_nor_is_it_if_each_replica_has_skipped_another_optimizer() -> None:
+    with replica(net(), Outer(every=4, fragments=2, delay=1)) as ddp:
+        params = list(ddp.parameters())
+        optimizers = [torch.optim.AdamW(part, lr=0.01) for part in (params[:3], params[3:])]
+        if dist.get_rank() == 1:
+            optimizers.reverse()
+        train_with_skips(ddp, optimizers, range(20), [(0, 2), (1, 2)])
+        assert ddp.outer.state_dict()["step"] == 20
+
+
 @pytest.mark.deep
 @in_ranks(2)
 def test_several_optimizers_may_step_in_another_order_and_follow_schedules() -> None:
@@ -103,6 +162,26 @@ def test_the_step_by_which_torch_makes_a_state_does_not_count(make: type[torch.o
 
 
 @in_ranks(2)
+def test_nor_does_it_count_after_a_forward_without_a_backward() -> None:
+    """Such a step after a load of outer's state would make a later load of the module begin anew."""
+    outer = Outer(every=4, fragments=1, delay=0)
+    with replica(net(), outer) as ddp:
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01), range(6))
+        own, state = values_of(ddp.module), ddp.outer.state_dict()
+        assert state["momentum"]
+    with replica(net(), outer) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        ddp.outer.load_state_dict(state)
+        loss_of(ddp, 0, dist.get_rank())
+        get_optimizer_state_dict(ddp, optimizer)
+        ddp.module.load_state_dict(own)
+        found = ddp.outer.state_dict()
+        assert found["step"] == 6
+        for name, value in state["momentum"].items():
+            assert torch.equal(found["momentum"][name], value)
+
+
+@in_ranks(2)
 def test_a_step_with_gradients_counts_although_its_learning_rate_is_zero() -> None:
     with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
@@ -117,7 +196,7 @@ BAD = [float("nan"), float("inf"), float("-inf")]
 
 
 @in_ranks(2, 3, is_fresh=True)
-@pytest.mark.parametrize("wire", some([None, "bfloat16", "int8", "float16"], most=1))
+@pytest.mark.parametrize("wire", some([None, "bfloat16", "int8"], most=1))
 @pytest.mark.parametrize(
     ("delay", "nonfinite", "bad"), some([(0, "raise", BAD[0]), (2, "ignore", BAD[1]), (1, "raise", BAD[2])], most=2)
 )
@@ -154,9 +233,9 @@ def test_a_replica_that_is_not_finite_is_named_and_reaches_nobody(
 @pytest.mark.deep
 @in_ranks(2, is_fresh=True)
 def test_a_difference_that_a_format_cannot_hold_is_refused_too() -> None:
-    with replica(nn.Linear(40, 40), Outer(every=1, fragments=1, delay=0, wire="float16")) as ddp:
+    with replica(nn.Linear(40, 40), Outer(every=1, fragments=1, delay=0, wire="bfloat16")) as ddp:
         with torch.no_grad():
-            ddp.module.weight[0, 0] = -1e5 if dist.get_rank() == 0 else 0.0
+            ddp.module.weight[0, 0] = -3.4e38 if dist.get_rank() == 0 else 0.0
         text = text_of(NonFiniteGradient, ddp.outer.step)
     assert text.startswith("the replica's 'weight' is not finite (NaN or Inf) on rank 0.\n")
 
@@ -191,6 +270,45 @@ def test_skip_leaves_such_replicas_out_of_the_mean(wire: str | None, delay: int)
             require_equal(ddp.module, reference.models[dist.get_rank()], f"step {number}")
         assert all(value.isfinite().all() for value in ddp.outer.state_dict()["global"].values())
         assert "left out" in str(ddp.report())
+
+
+class Told(logging.Handler):
+    """Keeps the reports of Undertow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.deep
+@in_ranks(2)
+def test_a_replica_that_is_left_out_for_good_is_told_ever_more_rarely() -> None:
+    told = Told()
+    logging.getLogger("undertow").addHandler(told)
+    with (
+        contextlib.ExitStack() as stack,
+        replica(net(), Outer(every=1, fragments=1, delay=0), nonfinite="skip") as ddp,
+    ):
+        stack.callback(logging.getLogger("undertow").removeHandler, told)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        train(ddp, optimizer, range(1))
+        if dist.get_rank() == 1:
+            for state in optimizer.state.values():
+                state["exp_avg"].fill_(torch.nan)
+        train(ddp, optimizer, range(1, 7))
+    first = (
+        "the replica's 'first.weight' is not finite (NaN or Inf) on rank 1. It is left out of the mean, and its "
+        "optimizer keeps its state: if that has NaN too, every exchange leaves it out."
+    )
+    wanted = [
+        f"{first}\n  exchange of fragment 0, after step 2",
+        f"{first} Exchanges like this so far: 2.\n  exchange of fragment 0, after step 3",
+        f"{first} Exchanges like this so far: 4.\n  exchange of fragment 0, after step 5",
+    ]
+    assert told.texts == (wanted if dist.get_rank() == 0 else [])
 
 
 @pytest.mark.deep

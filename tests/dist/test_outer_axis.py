@@ -4,11 +4,13 @@ import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -232,6 +234,27 @@ def test_fragments_in_int8_leave_equal_shards_on_all_replicas_and_a_state_resume
         again.close()
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("way", some(["dcp.load", "copy_"], most=1))
+@ON_A_MESH
+def test_training_begins_with_shards_that_were_written_in_place(way: str, tmp_path: Path) -> None:
+    with meshes() as mesh:
+        wanted, net = sharded(mesh[NAMES], seed=1), sharded(mesh[NAMES])
+        dcp.save(wanted.state_dict(), checkpoint_id=tmp_path)
+        axes = [outer_axis(each, outer=Outer(every=2, fragments=2, delay=1)) for each in (wanted, net)]
+        if way == "dcp.load":
+            dcp.load(net.state_dict(), checkpoint_id=tmp_path)
+        else:
+            with torch.no_grad():
+                for param, value in zip(net.parameters(), wanted.parameters(), strict=True):
+                    param.copy_(value)
+        for each in (wanted, net):
+            train(each, range(5))
+        require_same_parts(net, wanted)
+        for axis in axes:
+            axis.close()
+
+
 class Two(nn.Module):
     """The gradient of `small` is a thousandth of the gradient of `large`, which is before it in each message."""
 
@@ -371,6 +394,11 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Callable[[], object]], type[Unde
     ),
     "format": (lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), wire="int4"), ConfigError, "int4"),
     "auto": (lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), wire="auto"), ConfigError, 'wire="auto" is not supported'),
+    "float16": (
+        lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), wire="float16"),
+        ConfigError,
+        'wire="float16" is not supported: it loses small values, and nothing counts them here.',
+    ),
     "divisor": (divided, ConfigError, "has its own divisor"),
     "wire and outer": (
         lambda mesh: lambda: outer_axis(sharded(mesh[NAMES]), wire="int8", outer=Outer(every=2)),

@@ -154,7 +154,8 @@ class DrawnRun:
         self.optimizer = adamw(self.ddp)
 
     def step(self, event: str) -> None:
-        breaks = [int(event[-1])] if event.startswith("break") else []
+        # Before the first step it would be a write of other global parameters, on one rank.
+        breaks = [int(event[-1])] if event.startswith("break") and self.number else []
         num_micro_batches = 2 if event == "cut" else 1
         step(self.ddp, self.optimizer, self.number, num_micro_batches, breaks, is_cut=event == "cut")
         self.reference.step(num_micro_batches, breaks)
@@ -242,15 +243,30 @@ def test_a_forward_on_other_parameters_does_not_lose_the_state_if_they_are_broug
 
 @pytest.mark.deep
 @in_ranks(2)
-def test_an_optimizer_of_parameters_that_a_load_has_replaced_is_told() -> None:
+@pytest.mark.parametrize("is_part", some([False, True], most=1))
+def test_an_optimizer_of_parameters_that_a_load_has_replaced_is_told(is_part: bool) -> None:
     with replica(net(), Outer(every=1, fragments=1, delay=0)) as ddp:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         step(ddp, optimizer, 0)
-        ddp.load_state_dict(values_of(ddp), assign=True)
+        part = ddp.module.blocks if is_part else ddp
+        part.load_state_dict(values_of(part), assign=True)
         assert text_of(PhaseError, lambda: step(ddp, optimizer, 1)) == (
             "load_state_dict(assign=True) has put other parameters into the model: SGD steps those from before.\n"
             "  outer synchronization\n  Make the optimizer after the load, or load with assign=False."
         )
+
+
+@in_ranks(2)
+def test_a_load_may_bring_the_optimizers_own_parameters_back() -> None:
+    with replica(net(), Outer(every=1, fragments=1, delay=0)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        step(ddp, optimizer, 0)
+        own = dict(ddp.module.first.state_dict(keep_vars=True))
+        ddp.module.first.load_state_dict(values_of(ddp.module.first), assign=True)
+        loss_of(ddp, 1, dist.get_rank())
+        ddp.module.first.load_state_dict(own, assign=True)
+        step(ddp, optimizer, 1)
+        assert ddp.outer.num_synchronizations == 2
 
 
 @pytest.mark.deep

@@ -307,7 +307,11 @@ OUTER: dict[str, tuple[dict[str, Any], str]] = {
     "mix": ({"every": 2, "mix": 1.0}, "mix must be from 0 to less than 1, got 1.0.\n  Outer\n  Write mix=0.0."),
     "wire": (
         {"every": 2, "wire": "int4"},
-        "wire cannot be 'int4'.\n  Outer\n  Did you mean 'int8'? " + ANY_WIRE.replace(", 'auto'", ""),
+        f"wire cannot be 'int4'.\n  Outer\n  Did you mean 'int8'? {ANY_PARAM_WIRE}",
+    ),
+    "float16": (
+        {"every": 2, "wire": "fp16"},
+        f"wire cannot be 'float16'.\n  Outer\n  Did you mean 'bfloat16'? {ANY_PARAM_WIRE}",
     ),
     "name": ({"every": 2, "fragment": 3}, "setting 'fragment' does not exist.\n  Outer\n  Did you mean 'fragments'?"),
 }

@@ -10,7 +10,7 @@ from undertow.config.dtypes import dtype_name
 from undertow.config.known_settings import with_known_settings
 from undertow.errors import one_of, require
 from undertow.foreign import as_float
-from undertow.wire import AUTO, WIRES
+from undertow.wire import AUTO, PARAM_WIRES
 
 
 @with_known_settings()
@@ -36,7 +36,8 @@ class Outer:
             steps and the link.
         delay: Steps of training that hide an exchange; 0 waits for it at once. A fragment loses the
             training of its replica in them. "auto" measures, and takes a tenth of `every` at most.
-        wire: The format of differences, as `SyncConfig.wire`; None is full width.
+        wire: The format of differences, "int8" or "bfloat16"; None is full width. "float16" would
+            lose small ones.
         mix: The share that a replica keeps of the parameters it has, from 0 to less than 1.
 
     Raises:
@@ -53,7 +54,7 @@ class Outer:
     nesterov: bool = True
     fragments: int | Literal["auto"] = "auto"
     delay: int | Literal["auto"] = "auto"
-    wire: Literal["bfloat16", "float16", "int8"] | Any | None = "int8"
+    wire: Literal["bfloat16", "int8"] | Any | None = "int8"
     mix: float = 0.0
 
     def __post_init__(self) -> None:
@@ -93,10 +94,10 @@ class Outer:
             "delay.",
         )
         require(
-            self.wire is None or self.wire in WIRES,
+            self.wire in (None, *PARAM_WIRES),
             f"wire cannot be {self.wire!r}.",
             where="Outer",
-            remedy=one_of(self.wire, (None, *WIRES)),
+            remedy=one_of(self.wire, (None, *PARAM_WIRES)),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def outer_axis(
         module: A model with torch's `fully_shard` on it or on its parts. With a mesh of two
             dimensions, `mesh["dp_replicate", "dp_shard"]`, torch would average across replicas; it
             leaves that to Undertow from now on.
-        wire: The format of gradients across replicas, such as "int8"; None is full width, whose
-            results with two replicas are torch's, bit for bit.
+        wire: The format of gradients across replicas, "int8" or "bfloat16"; None is full width,
+            whose results with two replicas are torch's, bit for bit.
         device_mesh: The dimension across replicas, if `fully_shard` got the other dimension only.
         outer: An Outer lets replicas train alone, and exchange fragments of the shards every few
             steps; nothing is sent across replicas in other steps. Its `wire` is the format.
@@ -101,6 +101,12 @@ def outer_axis(
         'wire="auto" is not supported: no other format is tried on this axis.',
         where=WHERE,
         remedy='Give a format, such as "int8", or none.',
+    )
+    require(
+        config.wire != "float16",
+        'wire="float16" is not supported: it loses small values, and nothing counts them here.',
+        where=WHERE,
+        remedy='Write wire="int8" or wire="bfloat16".',
     )
     managed = [(name, part) for name, part in tables.named_modules(module) if fsdp.is_managed(part)]
     require_managed(module, managed)

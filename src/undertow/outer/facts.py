@@ -23,10 +23,11 @@ class ReplicaFacts(NamedTuple):
     num_forwards: int
     numel: int  # of what it exchanges
     fingerprint: int  # of the global parameters and the outer momentum, in the first exchange
-    settings: int  # digest of the settings of all optimizer steps so far; 0 is like any other
+    settings: int  # digest of the settings of steps since the last exchange; 0 is like any other
     not_finite: int  # 1 + the place of the first tensor that is not finite, 0: all are
     stopping: int  # 1: a signal has asked the rank to stop
     frozen: int  # of a sample of the parameters that replicas do not exchange
+    skips: int  # the same if scalers have skipped the same number of steps of each optimizer
 
 
 REPLICA_FACTS = dict.fromkeys(ReplicaFacts._fields, FactKind.NUMBERS)
@@ -78,47 +79,63 @@ def require_alike(
         error=ReplicaMismatch,
     )
     step = next(iter(of_ranks.values())).step
-    if len({facts.settings for facts in of_ranks.values() if facts.settings}) > 1:
+    compared = {(facts.skips, facts.settings) for facts in of_ranks.values() if facts.settings}
+    if len(compared) > len({skips for skips, _ in compared}):
         raise settings.difference(group, where=where)
     settings.are_same_until(step)
 
 
+class NotFinite(NamedTuple):
+    """Values that are not finite in an exchange; the same on every rank."""
+
+    what: str
+    where: str
+    look: str  # where to look for the cause
+    skipped: str  # what happens under nonfinite="skip"
+
+    def error(self) -> NonFiniteGradient:
+        """Returns a new error each time."""
+        remedy = f"No other replica has taken it over. {self.look}"
+        return NonFiniteGradient(self.what, where=self.where, remedy=remedy)
+
+    def warning(self, num_so_far: int) -> str:
+        """Returns a text for users who skip such exchanges."""
+        times = "" if num_so_far == 1 else f" Exchanges like this so far: {num_so_far}."
+        return f"{self.what} {self.skipped}{times}\n  {self.where}"
+
+
 def not_finite(
     of_ranks: Mapping[int, ReplicaFacts], names: Sequence[str], *, fragment: int
-) -> NonFiniteGradient | None:
-    """Returns the error of an exchange for which a replica had values that are not finite."""
+) -> NotFinite | None:
+    """Returns the first value of a replica that is not finite, or None."""
     bad = {rank: facts for rank, facts in of_ranks.items() if facts.not_finite}
     if not bad:
         return None
     first = next(iter(bad.values()))
     ranks = ", ".join(map(str, bad))
     name = names[first.not_finite - 1]
-    return _refused(
+    return NotFinite(
         f"the replica's {name!r} is not finite (NaN or Inf) on rank {ranks}.",
-        step=first.step,
-        fragment=fragment,
+        where=_after(first, fragment),
         look=f'Look for the overflow on rank {ranks}, or set nonfinite="skip", which leaves such '
         "a replica out of the mean.",
+        skipped="It is left out of the mean, and its optimizer keeps its state: if that has NaN "
+        "too, every exchange leaves it out.",
     )
 
 
-def overflowed(of_ranks: Mapping[int, ReplicaFacts], *, fragment: int) -> NonFiniteGradient:
-    """Returns the error of an exchange whose mean is not finite, although each replica's part
-    is."""
-    return _refused(
+def overflowed(of_ranks: Mapping[int, ReplicaFacts], *, fragment: int) -> NotFinite:
+    """Returns a mean that is not finite, although each replica's part is."""
+    return NotFinite(
         "the mean of the replicas' differences is not finite (NaN or Inf).",
-        step=next(iter(of_ranks.values())).step,
-        fragment=fragment,
+        where=_after(next(iter(of_ranks.values())), fragment),
         look='Look for parameters that have grown without bound, or set nonfinite="skip".',
+        skipped="The fragment stays as it is.",
     )
 
 
-def _refused(what: str, *, step: int, fragment: int, look: str) -> NonFiniteGradient:
-    return NonFiniteGradient(
-        what,
-        where=f"exchange of fragment {fragment}, after step {step}",
-        remedy=f"No other replica has taken it over. {look}",
-    )
+def _after(facts: ReplicaFacts, fragment: int) -> str:
+    return f"exchange of fragment {fragment}, after step {facts.step}"
 
 
 def _others(of_ranks: Mapping[int, Hashable]) -> str:

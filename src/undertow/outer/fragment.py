@@ -134,6 +134,11 @@ class Fragment:
     def is_due(self, step: int) -> bool:
         return self.flight is not None and self.flight.due <= step
 
+    def is_own(self) -> bool:
+        """Returns True if the replica's own parameters have the global values."""
+        params = self.layout.views(self.values[: self.layout.params_numel])
+        return all(torch.equal(own.to(view.dtype), view) for own, view in params.values())
+
     def take(
         self,
         values: Mapping[str, Tensor],
@@ -158,6 +163,7 @@ class Fragment:
         """
         self.require_same()
         replicas, own = self._replicas, self._share
+        settings = replicas.settings
         column = replicas.column
         numel = own.stop - own.start
         sent = self.values.new_zeros(numel + self._facts.numel)
@@ -178,7 +184,8 @@ class Fragment:
             "step": step % MODULO,
             "num_forwards": num_forwards % MODULO,
             "numel": numel % MODULO,
-            "settings": replicas.settings.digest % MODULO,
+            "settings": settings.digest % MODULO,
+            "skips": settings.skips % MODULO,
             "not_finite": bad,
             "stopping": float(is_stopping),
             "frozen": replicas.frozen.digest(self.values.device),
@@ -186,6 +193,7 @@ class Fragment:
         if self._is_new:
             facts["fingerprint"] = self._fingerprint()
         self._is_new = False
+        settings.exchange_begins()
         self._facts.write_numbers(sent[numel:], facts)
         flight = self.flight = Flight(due, whole, sent)
         flight.started_s = flight.done_s = time.perf_counter()
@@ -320,13 +328,14 @@ class Fragment:
             step = next(iter(of_ranks.values())).step
             where = f"exchange of fragment {self.index}, after step {step}"
             replicas.frozen.tell(replicas.all_ranks, where=where)
-        error = not_finite(of_ranks, list(self.layout.places), fragment=self.index)
-        if error is None and values[-1]:
-            error = overflowed(of_ranks, fragment=self.index)
-        if error is not None:
+        found = not_finite(of_ranks, list(self.layout.places), fragment=self.index)
+        if found is None and values[-1]:
+            found = overflowed(of_ranks, fragment=self.index)
+        if found is not None:
             replicas.num_left_out += 1
             if not replicas.leaves_out:
-                raise error
+                raise found.error()
+            replicas.tell_left_out(found)
 
     def _are_of_one_fragment(self, told: Tensor) -> bool:
         """True if all ranks of a column exchange the same fragment after the same step."""

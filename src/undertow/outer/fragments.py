@@ -28,6 +28,9 @@ class Fragments:
         self, replicas: Replicas, tensors: Mapping[str, Tensor | BufferPlace], turns: Turns | None
     ) -> None:
         self.turns = turns
+        # The replica trains from the global values, or they are of a saved state: its own
+        # parameters may have other ones.
+        self.have_begun = False
         self._replicas, self._tensors = replicas, tensors
         layers = layers_of(list(tensors))
         count = 1 if turns is None else turns.fragments
@@ -53,6 +56,7 @@ class Fragments:
         No exchange is on its way.
         """
         others = Fragments(self._replicas, self._tensors, turns)
+        others.have_begun = self.have_begun
         for fragment in others:
             fragment.take(self._named(lambda each: each.values), {}, {}, None)
         return others
@@ -88,6 +92,10 @@ class Fragments:
                 where=f"outer synchronization, rank {rank}",
                 remedy="Wrap the model again, with all parameters that are to be trained.",
             )
+
+    def are_own(self) -> bool:
+        """Returns True if the replica's own parameters have the global values; the host waits."""
+        return all(fragment.is_own() for fragment in self._all)
 
     def follow(self, present: Mapping[str, Tensor]) -> list[Tensor]:
         """Follows parameters that a load has put in the place of others, which it returns."""
@@ -137,6 +145,7 @@ class Fragments:
         Raises CheckpointError if it is of another model, or of other fragments with an exchange on
         its way.
         """
+        self.have_begun = True
         turns = turns_of(state)
         has_same = turns == self.turns
         require(

@@ -91,7 +91,7 @@ class OuterSync(StepListener):
 
         A collective call if an exchange is due. Other optimizers are counted without it.
         """
-        self._begins()
+        self._begins(may_have_stepped=True)
         self._steps.count()
         self._has_stepped()
 
@@ -236,7 +236,7 @@ class OuterSync(StepListener):
     @torch.inference_mode(False)
     @torch.no_grad()
     def copied_state(self) -> Mapping[str, Any] | None:
-        """Returns the state for a copy of the model, or None before the ranks have met.
+        """Returns the state for a copy of the model, or None before the ranks have met or trained.
 
         No collective call. On a mesh, an exchange that is on its way is left out: the row would
         have to gather it.
@@ -245,6 +245,8 @@ class OuterSync(StepListener):
             return self._copied
         if self.loads.are_new and not self._is_shown:
             self._follow_loads()
+        if not self._exchanges.fragments.have_begun:
+            return None  # a copy begins with its own parameters, whatever is written to them
         if self._exchanges.replicas.row is None and not self.is_closed:
             self._exchanges.fragments.arrive()
         return self._state()
@@ -302,13 +304,18 @@ class OuterSync(StepListener):
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
         if is_training:
-            self._begins()
+            self._begins(may_have_stepped=self._steps.has_forward)
             self._steps.forward_begins()
 
     def step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._steps.step_begins(optimizer, has_closure=has_closure(args, kwargs)):
+        is_own = self._steps.step_begins(
+            optimizer,
+            has_closure=has_closure(args, kwargs),
+            may_make_state=kwargs == {"closure": None},  # by torch.distributed.checkpoint
+        )
+        if is_own:
             self._begins()
 
     def step_ends(self, optimizer: Optimizer) -> None:
@@ -349,13 +356,19 @@ class OuterSync(StepListener):
 
     # Loads, and the state.
 
-    def _begins(self) -> None:
-        """Called before a forward or a step: follows parameters that were loaded."""
+    def _begins(self, *, may_have_stepped: bool = False) -> None:
+        """Called before a forward or a step: follows parameters that were loaded.
+
+        `may_have_stepped`: an optimizer that is not torch's, whose steps no hook tells of, may have
+        stepped since the last step that counted.
+        """
         self.open_group()
         if self._own is not None and not self._is_shown:
             self._bring_back()  # synchronized() was interrupted twice
         if self.loads.are_new:
             self._follow_loads()
+        if not (may_have_stepped or self._steps.is_begun or self._is_shown):
+            self._exchanges.follow_writes()
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from undertow.config import SyncConfig
@@ -78,6 +79,17 @@ class ReplicaExchanges:
         self.turns = given_turns(self.outer, tensors) or self.turns
         self.fragments = Fragments(self.replicas, tensors, self.turns)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def follow_writes(self) -> None:
+        """Restarts if the replica's own parameters were written in place before training, as by
+        `dcp.load` or `module.apply`: no hook tells of it."""
+        if self.fragments.have_begun:
+            return
+        self._engine.current_plan.wait_for_parameters()
+        if not self.fragments.are_own():
+            self.restart()
+
     def forget_turns(self) -> None:
         """Has the turns chosen again."""
         self.turns = None
@@ -106,6 +118,7 @@ class ReplicaExchanges:
         group.watch.check()
         self._comparisons.require_alike(step)
         self.fragments.require_all_of(self._engine.current_plan.hooks, rank=group.rank)
+        self.fragments.have_begun = True
         if self.turns is None:
             self.timings.note_step()
             if self.timings.has_steps:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from undertow.buckets.facts import FactCodec
 from undertow.config import Outer, SyncConfig
-from undertow.outer.facts import ReplicaFacts, replica_facts
+from undertow.outer.facts import NotFinite, ReplicaFacts, replica_facts
 from undertow.outer.frozen import Frozen
 from undertow.outer.step_settings import StepSettings
+from undertow.ranks import faults
 from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.transport import OwnGroup
 
@@ -71,6 +72,12 @@ class Replicas:
         if self._parts is not None:
             what = "whether all parts of the replica are finite"
             self._parts.all_reduce(bad, what, dist.ReduceOp.MAX).wait()
+
+    def tell_left_out(self, found: NotFinite) -> None:
+        """Warns on the first rank, the first, second, fourth time and so on: a replica whose
+        optimizer's state is not finite is left out of every exchange."""
+        if self.all_ranks.rank == 0 and self.num_left_out.bit_count() == 1:
+            faults.tell(found.warning(self.num_left_out))
 
     def close(self) -> None:
         self.exchanges.close()

@@ -25,6 +25,7 @@ class _Stepping:
 
     optimizer: int  # its id
     has_closure: bool
+    may_make_state: bool
     is_stale: bool = False  # it has raised, or runs its own forward
 
 
@@ -34,7 +35,8 @@ class StepCounter:
 
     A step that a gradient scaler skips counts too: when the scaler finds infinite gradients. A step
     that trains nothing does not: torch.distributed.checkpoint makes an optimizer's state by one
-    with lr=0, and with zeros for gradients, before training or between two steps.
+    with lr=0, and with zeros for gradients, before training or between two steps. torch marks it by
+    `closure=None`, without which a step after a forward counts.
 
     `settings` are those of the steps. `replaced` are parameters, by id, in whose place a load has
     put others. `engine` knows the trained parameters, and whether a forward only accumulates.
@@ -49,12 +51,17 @@ class StepCounter:
         self._stepped: set[int] = set()  # parameters, by id, since the last step
         self._without: set[int] = set()  # parameters that no optimizer steps
         self._stepping: _Stepping | None = None
-        self._has_forward = False  # since the last step
+        self.has_forward = False  # since the last step
+
+    @property
+    def is_begun(self) -> bool:
+        """True if some trained parameters have been stepped, and others not yet."""
+        return bool(self._stepped)
 
     def count(self) -> None:
         """Counts a step, of optimizers that are not torch's."""
         self._stepped.clear()
-        self._has_forward = False
+        self.has_forward = False
         self.num_steps += 1
         self.settings.step_ends(self.num_steps)
 
@@ -62,7 +69,7 @@ class StepCounter:
         """Called before each training forward."""
         if self._stepping is not None and not self._stepping.has_closure:
             self._stepping.is_stale = True
-        self._has_forward = True
+        self.has_forward = True
         # Replicas may call a closure a different number of times.
         if self._engine.is_accumulating or self._is_stepping:
             return
@@ -76,26 +83,27 @@ class StepCounter:
                 stacklevel=2,
             )
 
-    def step_begins(self, optimizer: Optimizer, *, has_closure: bool) -> bool:
+    def step_begins(self, optimizer: Optimizer, *, has_closure: bool, may_make_state: bool) -> bool:
         """Called before any optimizer steps, maybe inside of another one.
 
-        Returns True if it is the outermost one, and steps trained parameters.
+        Returns True if it is the outermost one, and steps trained parameters. `may_make_state`:
+        torch makes an optimizer's state by such a call.
         """
         if self._is_stepping:
             return False
-        if self._own(optimizer):
-            self._stepping = _Stepping(id(optimizer), has_closure)
-            return True
         if self.replaced:
             self._require_current(optimizer)
-        return False
+        if not self._own(optimizer):
+            return False
+        self._stepping = _Stepping(id(optimizer), has_closure, may_make_state)
+        return True
 
     def step_ends(self, optimizer: Optimizer) -> bool:
         """Called after any optimizer has stepped; returns True if a step counts now."""
         if self._stepping is None or self._stepping.optimizer != id(optimizer):
             return False
-        self._stepping = None
-        if not self._trains(optimizer):
+        stepping, self._stepping = self._stepping, None
+        if not self._trains(optimizer, may_make_state=stepping.may_make_state):
             return False
         self.settings.add(settings_of(optimizer, self._trained, self.settings.names))
         return self._add(self._own(optimizer))
@@ -113,13 +121,17 @@ class StepCounter:
 
         It counts at once: replicas that step may wait for an exchange with this one.
         """
-        self.settings.skip()
-        return self._add(self._own(optimizer))
+        params = self._own(optimizer)
+        self.settings.skip(params)
+        return self._add(params)
 
-    def _trains(self, optimizer: Optimizer) -> bool:
-        """Returns False for a step without a forward, a learning rate and gradients."""
+    def _trains(self, optimizer: Optimizer, *, may_make_state: bool) -> bool:
+        """Returns False for a step without a learning rate and gradients, unless a forward ran
+        before and torch does not make a state by such a call."""
         rates = [group.get("lr") for group in optimizer.param_groups]
-        if self._has_forward or any(rate is None or float(rate) != 0 for rate in rates):
+        if any(rate is None or float(rate) != 0 for rate in rates):
+            return True
+        if self.has_forward and not may_make_state:
             return True
         if hasattr(optimizer, "optimizer_class"):  # shards: no rank has whole gradients
             return False
@@ -129,7 +141,8 @@ class StepCounter:
         """Raises PhaseError if a load has put others in the place of the optimizer's parameters."""
         for param in params_of(optimizer):
             replaced = self.replaced.get(id(param))
-            if replaced is not None and replaced() is param:
+            is_present = id(param) in self._trained
+            if replaced is not None and replaced() is param and not is_present:
                 raise PhaseError(
                     "load_state_dict(assign=True) has put other parameters into the model: "
                     f"{type(optimizer).__name__} steps those from before.",

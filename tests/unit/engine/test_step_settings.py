@@ -215,11 +215,11 @@ def told_to_all(of_ranks: Sequence[StepSettings]) -> list[str]:
 
 
 def test_a_replica_that_has_skipped_a_step_is_not_blamed_for_the_settings_of_others() -> None:
-    replicas = [StepSettings(Mock()) for _ in range(3)]
+    replicas = [StepSettings(Mock(names=NAMES)) for _ in range(3)]
     for step in (1, 2, 3):
         for replica, rate in zip(replicas, (0.1, 0.1, 0.2 if step == 3 else 0.1), strict=True):
             replica.add(of(PARAMS[0], lr=rate))
             replica.step_ends(step)
-        replicas[0].skip()
+        replicas[0].skip([id(PARAMS[0])])
     for text in told_to_all(replicas):
         assert "\n  here, step 3\n  first difference: lr of group 0 of SGD with 'd' is 0.1 on rank 1, but 0.2 on rank 2\n" in text
