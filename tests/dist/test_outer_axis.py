@@ -44,13 +44,15 @@ class Net(nn.Module):
         return self.last(second(x).relu() if self.is_deep else x)
 
 
-def sharded(mesh: DeviceMesh, *, seed: int = 0, cut_over: DeviceMesh | None = None) -> Net:
-    """Sharded over `mesh`, after tensor parallelism has cut it over another one."""
+def sharded(mesh: DeviceMesh, *, seed: int = 0, cut_over: DeviceMesh | None = None, has_unused: bool = False) -> Net:
+    """Sharded over `mesh`, after tensor parallelism has cut it over another one; as one module if a parameter is unused."""
     torch.manual_seed(seed)
     net = Net()
+    if has_unused:
+        net.register_parameter("unused", nn.Parameter(torch.ones(4)))
     if cut_over is not None:
         parallelize_module(net, cut_over, {"first": ColwiseParallel(), "second": RowwiseParallel()})
-    for part in (net.first, net.second, net):
+    for part in (net,) if has_unused else (net.first, net.second, net):
         fully_shard(part, mesh=mesh)
     return net
 
@@ -155,6 +157,33 @@ def test_shards_may_be_cut_by_tensor_parallelism() -> None:
                 first = param.clone()
                 dist.broadcast(first, group=mesh.get_group("dp_replicate"), group_src=0)
                 assert torch.equal(first, param), f"{name} differs between replicas"
+            require_alike_at_places(net, mesh)
+
+
+def require_alike_at_places(net: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters that tensor parallelism has not cut have the same shards at all of its places."""
+    shards = {name: param for name, param, _ in parts(net)}
+    for name in ("second.bias", "last.weight", "last.bias"):
+        first = shards[name].clone()
+        dist.broadcast(first, group=mesh.get_group("tp"), group_src=0)
+        assert torch.equal(first, shards[name]), f"{name} differs between places"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("has_unused", [False, True], ids=["", "an unused parameter"])
+@ON_A_MESH
+def test_parameters_that_tensor_parallelism_has_not_cut_stay_alike_in_int8(has_unused: bool) -> None:
+    mesh = kept_mesh(2, 1, 2, names=(*NAMES, "tp"))
+    net = sharded(mesh[NAMES], cut_over=mesh["tp"], has_unused=has_unused)
+    with torch.no_grad():
+        for weight in (net.first.weight, net.last.weight):
+            weight.mul_(100)  # so gradients of `second.weight` are large next to those of whole parameters, which follow
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # torch's, of every such model
+        axis = outer_axis(net, wire="int8")
+        train(net, range(4), data_place=mesh.get_local_rank("dp_replicate"))
+        axis.close()
+    require_alike_at_places(net, mesh)
 
 
 def alone(steps: int, mesh: DeviceMesh, every: int) -> Net:

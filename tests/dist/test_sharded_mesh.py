@@ -19,7 +19,18 @@ from support.errors import text_of
 from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import destroy, mesh_of
-from support.tensor_parallel import GPT, gpt, mean_by_hand, mesh_of_four, parts, placed, tokens
+from support.tensor_parallel import (
+    GPT,
+    WIDTH,
+    backward_alone,
+    gpt,
+    mean_by_hand,
+    mesh_of_four,
+    parts,
+    placed,
+    require_near,
+    tokens,
+)
 from undertow import (
     CheckpointError,
     ConfigError,
@@ -50,12 +61,14 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 
 @contextlib.contextmanager
-def on_mesh(*, dtype: torch.dtype = torch.float32, **settings: Any) -> Iterator[tuple[DeviceMesh, DistributedDataParallel, GPT]]:
+def on_mesh(
+    *, dtype: torch.dtype = torch.float32, width: int = WIDTH, **settings: Any
+) -> Iterator[tuple[DeviceMesh, DistributedDataParallel, GPT]]:
     """A wrapped model, and a bare one of the same values."""
     with mesh_of_four() as mesh:
         config = SyncConfig(bucket_cap_mb=0.004, **settings)
-        model = DistributedDataParallel(gpt(mesh).to(dtype), device_mesh=mesh["dp"], config=config)
-        yield mesh, model, gpt(mesh).to(dtype)
+        model = DistributedDataParallel(gpt(mesh, width=width).to(dtype), device_mesh=mesh["dp"], config=config)
+        yield mesh, model, gpt(mesh, width=width).to(dtype)
         model.close()
 
 
@@ -118,12 +131,14 @@ def test_steps_in_shards_have_the_bits_of_a_plain_optimizer_after_a_mean_by_hand
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, most=1))
 @ON_A_MESH
-def test_steps_in_shards_have_the_bits_of_torchs_replicate(strategy: str) -> None:
+def test_steps_in_shards_have_the_bits_of_torchs_replicate_and_train_as_a_single_process(strategy: str) -> None:
     with on_mesh(strategy=strategy) as (mesh, model, other):
-        other = replicate(other, mesh=mesh["dp"])
+        other, alone = replicate(other, mesh=mesh["dp"]), gpt()
         for net, optimizer in ((model, sharded(model)), (other, adamw(other))):
             _trained(net, optimizer, mesh, range(6))
         require_same_parameters(model.module, other)
+        _trained_alone(alone, adamw(alone), range(6))
+        require_near(model.module, alone)
 
 
 @pytest.mark.deep
@@ -177,14 +192,12 @@ def _clip(model: DistributedDataParallel) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("strategy", some(STRATEGIES, most=1))
 @ON_A_MESH
 def test_gradients_and_parameters_in_int8_stay_alike_on_both_axes(strategy: str) -> None:
-    with on_mesh(strategy=strategy, wire="int8", param_wire="int8") as (mesh, model, other):
-        other = replicate(other, mesh=mesh["dp"])
-        optimizer, plain = sharded(model), adamw(other)
-        for step in range(5):
-            for net, each in ((model, optimizer), (other, plain)):
-                each.zero_grad()
-                backward(net, mesh, step)
-                each.step()
+    with on_mesh(strategy=strategy, width=32, wire="int8", param_wire="int8") as (mesh, model, other):
+        other, alone = replicate(other, mesh=mesh["dp"]), gpt(width=32)
+        for net, optimizer in ((model, sharded(model)), (other, adamw(other))):
+            _trained(net, optimizer, mesh, range(5))
+        _trained_alone(alone, adamw(alone), range(5))
+        are_rounded = []
         model.zero_grad()
         for (name, param, _), (_, wanted, _) in zip(parts(model.module), parts(other), strict=True):
             first = param.clone()
@@ -192,8 +205,11 @@ def test_gradients_and_parameters_in_int8_stay_alike_on_both_axes(strategy: str)
             assert torch.equal(first, param), f"{name} differs between replicas"
             # Five steps of AdamW by up to 0.01 each: rounding may turn the smallest, which are of noise.
             assert (param - wanted).abs().mean() < 0.01, name
-        for name, param in model.module.named_parameters():
+            are_rounded.append(not torch.equal(param, wanted))
+        assert any(are_rounded), "all values travel in full width"
+        for (name, param), whole in zip(model.module.named_parameters(), alone.parameters(), strict=True):
             assert isinstance(param, DTensor)
+            assert (param.full_tensor() - whole).abs().mean() < 0.01, name
             if param.placements[0].is_replicate():
                 first = param.to_local().clone()
                 dist.broadcast(first, src=0)
@@ -204,6 +220,13 @@ def _trained(net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh,
     for step in steps:
         optimizer.zero_grad()
         backward(net, mesh, step)
+        optimizer.step()
+
+
+def _trained_alone(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward_alone(net, step)
         optimizer.step()
 
 

@@ -41,6 +41,7 @@ from undertow.engine import tuning
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.engine import Engine
 from undertow.engine.measuring import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
+from undertow.engine.round import Round
 from undertow.engine.trying import NUM_STEPS_COUNTED, Trying
 from undertow.lab.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
 from undertow.plan import ParamSpec
@@ -146,6 +147,19 @@ def before_gathers_are_waited_for(call: Callable[[], object]) -> AbstractContext
         return wait(gathers, *args, **kwargs)
 
     return mock.patch.object(Gathers, "wait", waits)
+
+
+@contextlib.contextmanager
+def rounds_with_late_gradients() -> Iterator[list[int]]:
+    """Lists the numbers of this rank's rounds in which a gradient has arrived after its bucket has left."""
+    found, add = list[int](), Round.add_late
+
+    def add_late(adding: Round) -> None:
+        found.append(adding.terms.number)
+        add(adding)
+
+    with mock.patch.object(Round, "add_late", add_late):
+        yield found
 
 
 def every_step_takes(step_us: Callable[[], float]) -> AbstractContextManager[object]:

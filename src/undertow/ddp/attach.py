@@ -22,13 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import Optimizer
 
 from undertow.config import ExpertGroup, SyncConfig, require_settings
 from undertow.engine.agreed_errors import part_of_another
+from undertow.engine.alike_findings import AlikeFindings
 from undertow.engine.hooks import earlier_watchers
-from undertow.engine.progress import params_of
-from undertow.engine.step_events import StepListener
 from undertow.errors import WrongType, require
 from undertow.mesh.axes import data_mesh, require_unmanaged
 from undertow.mesh.local_tensors import local_tensor
@@ -36,9 +34,8 @@ from undertow.ranks.faults import Fault
 from undertow.ranks.group import GroupRef, chosen_group, warn_of_lone_rank
 from undertow.ranks.transport import OwnGroup
 from undertow.sync.gradient_sync import GradientSync
-from undertow.sync.group_sync import GroupSync
 from undertow.sync.ignore import names_to_ignore
-from undertow.torch_private import private, tables, unscaling
+from undertow.torch_private import private, tables
 
 # The reasons why a parameter cannot be synchronized, with the way out. The order counts.
 _REFUSED: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
@@ -284,7 +281,9 @@ def synchronized(
         sync.close()
         raise
     sync._whole.take_part_together()
-    sync._own.events.subscribe(AlikeFindings(sync._parts))
+    # Not the parts: the synchronization ends when nothing else holds it.
+    members = [part.members for part in sync._parts]
+    sync._own.events.subscribe(AlikeFindings(sync._group, members))
     return sync
 
 
@@ -320,36 +319,6 @@ def _fail(everybody: OwnGroup, fault: Fault) -> None:
     """Makes all ranks raise, at their next wait, an error that only the ranks with some experts
     know about."""
     everybody.watch.fail(fault)
-
-
-class AlikeFindings(StepListener):
-    """Makes a scaler's finding the same on all ranks: each has checked only its own experts, and
-    all must skip the same steps.
-
-    Costs one all-reduce of one number, for every optimizer that holds a parameter of the model, an
-    expert or not: which experts are trained may differ from group to group.
-    """
-
-    def __init__(self, parts: Sequence[GroupSync]) -> None:
-        # Not the parts: the synchronization ends when nothing else holds it.
-        self._group, self._members = parts[0].group, [part.members for part in parts]
-
-    def unscaling_ends(self, optimizer: Optimizer, found: unscaling.Found) -> unscaling.Found:
-        group = self._group
-        if group.num_ranks == 1:
-            return found
-        # By id: a comparison of tensors would wait for gathers.
-        own = {id(param) for members in self._members for _, param in members.named_params()}
-        if own.isdisjoint(map(id, params_of(optimizer))):
-            return found
-        device = group.device
-        on_any = torch.stack(
-            [torch.zeros((), device=device), *(each.to(device) for each in found.values())]
-        ).amax()
-        what = "whether all ranks' gradients are finite"
-        group.all_reduce(on_any, what, dist.ReduceOp.MAX).wait()
-        # If none of a rank's experts was used it has checked nothing, which scalers reject.
-        return {place: on_any.to(place, copy=True) for place in found or (device,)}
 
 
 def _with_reference(group: ExpertGroup, everybody: Sequence[int]) -> ExpertGroup:

@@ -27,7 +27,7 @@ from undertow.ddp.fully_shard import WHERE, group_of_replicas, refuse_divisor, r
 from undertow.device import Accelerator
 from undertow.engine.checks import unlike_values
 from undertow.errors import Desync, ReplicaMismatch, WrongType, require
-from undertow.mesh.axes import everyone
+from undertow.mesh.axes import everyone, is_cut_over_others
 from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.outer.outer_sync import OuterSync
 from undertow.plan.layout import ParamSpec, equal_parts, round_up, slots_of
@@ -142,12 +142,10 @@ class OuterAxis:
         )
         self._messages: dict[tuple[int, int, torch.dtype], _Message] = {}
         self._told: deque[_ReducedNumbers] = deque()  # of earlier reductions, on a device
-        # of each module, the elements of its parameters in a message
-        self._numels = [
-            [numel for group in fsdp.param_groups(part) for numel in fsdp.numels_of(group)]
-            for _, part in managed
-        ]
+        # of each module, its parameters and their elements in a message
+        self._numels = [_numels_of(part) for _, part in managed]
         self._turns = Rotation(is_host=self._group.hardware.is_host)
+        self._uncut = [param for group in groups for param in _uncut(group)]
         self._reduced: set[int] = set()  # modules in this backward
         self._partial: dict[int, Tensor] = {}  # sums that torch was told not to average yet
         self._undo = [self._taken_over(index, part) for index, (_, part) in enumerate(managed)]
@@ -268,7 +266,7 @@ class OuterAxis:
         self._compare_earlier()
         if index in self._reduced or not self._reduced:  # a backward begins
             self._reduced.clear()
-            self._turns.advance(local_tensors(self._params))
+            self._turns.advance(self._alike_at_places())
         self._reduced.add(index)
         message = self._message(index, values)
         parcel = self._parcel(message, values.device)
@@ -293,15 +291,28 @@ class OuterAxis:
         self.num_bytes += (group.num_ranks - 1) * trailer.nbytes
         self.waited_s += time.perf_counter() - began_s
 
+    def _alike_at_places(self) -> list[Tensor]:
+        """Returns shards that are the same at all places of a tensor-parallel axis: if the dither
+        differed there, a parameter that tensor parallelism has not cut would drift apart."""
+        trained = [param for param in self._uncut if param.requires_grad]
+        return local_tensors(trained or self._params)
+
     def _message(self, index: int, values: Tensor) -> _Message:
         """Returns how the shards of a module travel."""
         numel = values.numel()
         key = index, numel, values.dtype
         if key not in self._messages:
-            numels = self._numels[index]
-            # Torch leaves parameters without a gradient out, and does not tell which.
-            known = numels if sum(numels) == numel else [numel]
-            self._messages[key] = _Message.of(known, values.dtype, self._wire, self._group)
+            params, wire = self._numels[index], self._wire
+            numels = [numel for param, numel in params if param.requires_grad]
+            if sum(numels) != numel:
+                # Torch leaves parameters without a gradient out, and does not tell which.
+                numels = [numel]
+                uncut = set(map(id, self._uncut))
+                if len({id(param) in uncut for param, _ in params}) == 2:
+                    # A block of cut and of whole parameters would be rounded differently at each
+                    # place of a tensor-parallel axis.
+                    wire = None
+            self._messages[key] = _Message.of(numels, values.dtype, wire, self._group)
         return self._messages[key]
 
     def _parcel(self, message: _Message, device: torch.device) -> Parcel:
@@ -417,6 +428,21 @@ def _own_groups(
     )
     whole.others = [weakref.ref(fsdp.shards_of(group)) for group in groups]
     return whole, OwnGroup(reference, device=device, limits=config, within=whole, is_axis=True)
+
+
+def _numels_of(part: nn.Module) -> list[tuple[Tensor, int]]:
+    """Returns the parameters of a module, and their elements in a message."""
+    return [
+        pair
+        for group in fsdp.param_groups(part)
+        for pair in zip(fsdp.params_of(group), fsdp.numels_of(group), strict=True)
+    ]
+
+
+def _uncut(group: Any) -> list[Tensor]:
+    """Returns the parameters of a group of torch's that are cut into its shards only."""
+    shards = dist.get_process_group_ranks(fsdp.shards_of(group))
+    return [param for param in fsdp.params_of(group) if not is_cut_over_others(param, shards)]
 
 
 def _sent_bytes(parcel: Parcel, group: OwnGroup, values: Tensor) -> int:

@@ -15,19 +15,21 @@ from torch import Tensor, nn
 from undertow.buckets.facts import majority
 from undertow.buckets.fingerprints import fingerprints
 from undertow.config import SyncConfig
-from undertow.engine.agreed_errors import backward_failed
+from undertow.engine.agreed_errors import CHANGE_ALIKE, backward_failed
+from undertow.engine.compiled import CompiledPlan
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.nonfinite import NonFinite, found_alone, found_by_any
 from undertow.engine.round import Round, RoundKind
 from undertow.engine.stop import StopRequest
 from undertow.errors import (
     Desync,
+    PlanMismatch,
     ReplicaMismatch,
     UndertowError,
 )
 from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.plan.facts import Fact
-from undertow.ranks.agreement import Extremes, gather_json
+from undertow.ranks.agreement import Extremes, gather_json, unlike_places
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
@@ -140,6 +142,7 @@ class _PlaceReport(NamedTuple):
     axis: int  # digest of the ranks over which they are redistributed
     is_stopping: int  # a signal has asked it to stop, unless exchanges of replicas tell that
     has_failed: int  # its backward
+    params: int  # digest of the parameters in force, as all places must have them
 
 
 class Checks:
@@ -231,7 +234,7 @@ class Checks:
         rarely, because the host waits for the result: a backward that has failed is a fault there.
         """
         group, number = self._current_plan.group, ended.terms.number
-        placements = self._current_plan.placements
+        placements, compiled = self._current_plan.placements, self._current_plan.compiled
         order = placements.take_order()
         has_failed = ended.has_failed or bool(ended.found.taken)
         if has_failed and not group.hardware.is_host:
@@ -248,12 +251,21 @@ class Checks:
             axis=digest_of_names(map(str, placements.axis)),
             is_stopping=self._do_places_stop and self.stop.is_pending,
             has_failed=has_failed,
+            params=compiled.digest_at_all_places,
         )
         device = group.everyone.device
         received = group.everyone.all_gather(
             torch.tensor(told, dtype=torch.int64, device=device), _PLACES
         )
-        heard = partial(self._hear_places, order, received, number, is_sound=is_sound, then=then)
+        heard = partial(
+            self._hear_places,
+            order,
+            received,
+            number,
+            compiled=compiled,
+            is_sound=is_sound,
+            then=then,
+        )
         self.sent.append(cache(heard))
 
     def _hear_places(
@@ -262,6 +274,7 @@ class Checks:
         received: Handle,
         number: int,
         *,
+        compiled: CompiledPlan,
         is_sound: bool,
         then: Callable[..., object] | None,
     ) -> UndertowError | None:
@@ -272,7 +285,10 @@ class Checks:
         failed = [rank for rank, row in enumerate(rows) if row.has_failed]
         error: UndertowError | None = None
         if not failed:
-            error = _other_order(group.everyone, order, rows, number)
+            digests = [f"{row.params:08x}" for row in rows]
+            error = unlike_places(
+                group.everyone, compiled.at_all_places, digests, remedy=CHANGE_ALIKE
+            ) or _other_order(group.everyone, order, rows, number)
         elif is_sound:
             where = f"synchronization {number}, rank {group.name}"
             error = backward_failed(failed, where=where)
@@ -286,16 +302,17 @@ class Checks:
             each()
 
     def require_alike(self) -> None:
-        """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ, and
-        Desync if ranks of a tensor-parallel axis redistribute gradients in different orders.
+        """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ.
 
-        Raises PeerFailed if a backward has failed at another place of a mesh only.
+        On a mesh raises PlanMismatch if parameters have changed at some places only, and Desync if
+        ranks of a tensor-parallel axis redistribute gradients in different orders. Raises
+        PeerFailed if a backward has failed at another place only.
 
         Does nothing inside a backward, where ranks may wait for each other in different models.
         """
         while self.sent and private.graph_task_id() == -1:
             error = self.sent.pop(0)()
-            if isinstance(error, ReplicaMismatch):
+            if isinstance(error, PlanMismatch | ReplicaMismatch):
                 self._current_plan.group.tell_places(error)
             if error is not None:
                 raise error

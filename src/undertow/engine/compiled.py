@@ -5,10 +5,11 @@ Reasons: docs/design/buckets.md.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from undertow.buckets.recorder import Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading, Snapshot
 from undertow.engine.measuring import Present
+from undertow.engine.params import described_at_all_places
 from undertow.mesh.local_tensors import alike_on_axes, local_tensors
 from undertow.plan import Plan
 from undertow.ranks.dither import Rotation
@@ -94,6 +96,16 @@ class CompiledPlan:
         """The bucket size at which torch.compile cuts graphs, or 0 if they stay whole."""
         largest = max((bucket.num_bytes for bucket in self.plan.buckets), default=0)
         return largest if self.plan.num_ranks > 1 and largest >= _LEAST_CUT_BYTES else 0
+
+    @cached_property
+    def at_all_places(self) -> list[dict[str, Any]]:
+        """Describes the parameters as all places of a mesh must have them."""
+        with private.as_plain_tensors():  # parameters may be on their way, and this reads no values
+            return described_at_all_places(self.plan.params, self.params)
+
+    @cached_property
+    def digest_at_all_places(self) -> int:
+        return zlib.crc32(repr(self.at_all_places).encode())
 
     @property
     def present(self) -> Present:

@@ -222,6 +222,7 @@ class ModuleParams:
             group,
             settings=settings,
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
+            at_all_places=described_at_all_places(specs, params),
             others=[
                 *(_description(spec_of(name, param), param) for name, param in self.frozen()),
                 *(_description_of_buffer(name, buffer) for name, buffer in buffers),
@@ -337,6 +338,21 @@ def _description(spec: ParamSpec, tensor: Tensor) -> dict[str, Any]:
         "axes in memory": axes,
         **placement_of(tensor),
     }
+
+
+def described_at_all_places(
+    specs: Sequence[ParamSpec], params: Sequence[Tensor]
+) -> list[dict[str, Any]]:
+    """Returns the properties of parameters that must be the same at all places of a mesh.
+
+    These have other parts of a parameter that is cut, and maybe of other sizes.
+    """
+    described = [_description(spec, param) for spec, param in zip(specs, params, strict=True)]
+    for each in described:
+        if "placements" in each:
+            for name in ("shape", "axes in memory", "place on the mesh"):
+                del each[name]
+    return described
 
 
 def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:

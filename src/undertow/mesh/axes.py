@@ -10,7 +10,7 @@ Reasons: docs/design/meshes.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -251,6 +251,18 @@ def are_even(params: Iterable[Tensor]) -> bool:
                 return False
             whole[placement.dim] //= size
     return True
+
+
+def is_cut_over_others(param: Tensor, ranks: Collection[int]) -> bool:
+    """Returns True if a parameter is cut, and not only over these `ranks`."""
+    for dtensor in _dtensors([param]):
+        mesh = dtensor.device_mesh
+        place = mesh.get_coordinate()
+        for axis, placement in enumerate(dtensor.placements):
+            at = (*place[:axis], slice(None), *place[axis + 1 :])
+            if not placement.is_replicate() and not set(mesh.mesh[at].tolist()).issubset(ranks):
+                return True
+    return False
 
 
 def num_pieces(param: Tensor) -> int:

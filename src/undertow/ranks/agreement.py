@@ -165,31 +165,71 @@ def require_agreement(  # noqa: PLR0913  # what ranks compare, each by its name
     params: Sequence[dict[str, Any]] = (),
     others: Sequence[dict[str, Any]] = (),
     new: Sequence[str] = (),
+    at_all_places: Sequence[dict[str, Any]] = (),
     remedy: str = BUILD_ALIKE,
     is_of_axis: bool = False,
 ) -> None:
     """Compares all ranks' settings, parameters and other tensors, and names of new parameters.
 
     A collective call. Raises PlanMismatch, on every rank, if ranks differ; if tensors do, the error
-    has this `remedy`. On a mesh the ranks of each data axis must be alike, and the error is raised
-    on all its ranks: those of another axis would wait for ranks that have raised it. With
-    `is_of_axis` only the ranks of this data axis call it.
+    has this `remedy`. On a mesh the ranks of each data axis must be alike, and all ranks in
+    `at_all_places`. The error is raised on all ranks of the mesh: the others would wait for those
+    that have raised it. With `is_of_axis` only the ranks of this data axis call it.
     """
     everyone = group if is_of_axis else group.everyone
     named = [{"name": name} for name in new]
     mine = {"settings": settings, "params": params, "others": others, "new": named}
-    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
-    axis = hashlib.sha256(repr(group.user.ranks).encode()).digest()
-    sent = torch.frombuffer(bytearray(digest + axis), dtype=torch.uint8).to(group.device)
-    rows = [bytes(row) for row in everyone.all_gather(sent, _COMPARISON).result().tolist()]
-    digests = [row[: len(digest)].hex() for row in rows]
-    firsts: dict[bytes, int] = {}  # the first rank of each data axis
-    for rank, row in enumerate(rows):
-        firsts.setdefault(row[len(digest) :], rank)
-    pairs = [(firsts[row[len(digest) :]], rank) for rank, row in enumerate(rows)]
+    sent = b"".join(map(_digest, (mine, list(group.user.ranks), list(at_all_places))))
+    rows = torch.frombuffer(bytearray(sent), dtype=torch.uint8).view(3, -1)
+    gathered = everyone.all_gather(rows.to(group.device), _COMPARISON).result()
+    digests, axes, of_places = (_texts(gathered[:, row]) for row in range(3))
+    firsts: dict[str, int] = {}  # the first rank of each data axis
+    for rank, axis in enumerate(axes):
+        firsts.setdefault(axis, rank)
+    pairs = [(firsts[axis], rank) for rank, axis in enumerate(axes)]
+    error = _disagreement(everyone, mine, digests, pairs, remedy=remedy)
+    if error is None:
+        error = unlike_places(everyone, at_all_places, of_places, remedy=remedy)
+    if error is not None:
+        raise error
+
+
+def unlike_places(
+    everyone: OwnGroup,
+    params: Sequence[dict[str, Any]],
+    digests: Sequence[str],
+    *,
+    remedy: str,
+) -> PlanMismatch | None:
+    """Returns the error if places of a mesh have different parameters, the same on every rank.
+
+    `digests` are of the `params` of all ranks. A collective call if they differ.
+    """
+    mine = {"settings": {}, "params": params, "others": (), "new": ()}
+    pairs = [(0, rank) for rank in range(len(digests))]
+    return _disagreement(everyone, mine, digests, pairs, remedy=remedy)
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+
+
+def _texts(digests: Tensor) -> list[str]:
+    return [bytes(digest).hex() for digest in digests.tolist()]
+
+
+def _disagreement(
+    everyone: OwnGroup,
+    mine: dict[str, Any],
+    digests: Sequence[str],
+    pairs: Sequence[tuple[int, int]],
+    *,
+    remedy: str,
+) -> PlanMismatch | None:
+    """Returns the error of the first of these `pairs` of ranks that differ."""
     unlike = next((pair for pair in pairs if digests[pair[0]] != digests[pair[1]]), None)
     if unlike is None:
-        return
+        return None
     # Of two ranks only: of thousands, the descriptions would not fit in memory.
     described = {rank: json_of(everyone, mine, source=rank) for rank in unlike}
     what, difference = _first_difference(*(described[rank] for rank in unlike), ranks=unlike)
@@ -197,7 +237,7 @@ def require_agreement(  # noqa: PLR0913  # what ranks compare, each by its name
         f"rank {rank}: {len(described[rank]['params'])} parameters, fingerprint {digests[rank][:4]}"
         for rank in unlike
     ]
-    raise PlanMismatch(
+    return PlanMismatch(
         f"ranks disagree on {what}.",
         where=f"{'   '.join(ranks)}\n  first difference: {difference}",
         remedy="Give every rank the same settings and the same versions."

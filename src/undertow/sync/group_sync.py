@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig
 from undertow.engine.agreed_errors import require_outside_of_backward
+from undertow.engine.alike_findings import AlikeFindings
 from undertow.engine.before_steps import BeforeSteps
 from undertow.engine.engine import Engine
 from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
@@ -80,6 +81,9 @@ class GroupSync:
         self.attached.callback(self.events.close)
         self.before_steps = BeforeSteps(engine, config)
         self.events.subscribe(self.before_steps)
+        if own.is_on_mesh:
+            # Torch asks the other places only if the first gradient is cut.
+            self.events.subscribe(AlikeFindings(own.everyone, [members]))
         if config.outer is not None:
             self.all_ranks.here.module = own.here.module
             self.outer = OuterSync(module, self.all_ranks, engine, config)
