@@ -140,9 +140,9 @@ class _PlaceReport(NamedTuple):
 
     order: int  # digest of the names of redistributed gradients, as they arrived
     axis: int  # digest of the ranks over which they are redistributed
+    params: int  # digest of the parameters in force, as all places must have them
     is_stopping: int  # a signal has asked it to stop, unless exchanges of replicas tell that
     has_failed: int  # its backward
-    params: int  # digest of the parameters in force, as all places must have them
 
 
 class Checks:
@@ -249,9 +249,9 @@ class Checks:
         told = _PlaceReport(
             order=digest_of_names(order),
             axis=digest_of_names(map(str, placements.axis)),
+            params=compiled.digest_at_all_places,
             is_stopping=self._do_places_stop and self.stop.is_pending,
             has_failed=has_failed,
-            params=compiled.digest_at_all_places,
         )
         device = group.everyone.device
         received = group.everyone.all_gather(

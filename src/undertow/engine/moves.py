@@ -54,7 +54,7 @@ class Moves:
 
         Shards take over the order before the optimizer steps.
         """
-        self._end_vote()
+        self.end_vote()
         current_plan = self._current_plan
         tuning, compiled = current_plan.hooks.tuning, current_plan.compiled
         if tuning is None or tuning.is_quiet or compiled.strategy.gather is not None:
@@ -100,7 +100,7 @@ class Moves:
         name = "whether every rank has the next plan"
         self._vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
 
-    def _end_vote(self) -> None:
+    def end_vote(self) -> None:
         """Waits for the vote on a new plan, if there is one; if a rank does not have it, all return
         to the plan before."""
         vote, self._vote = self._vote, None
@@ -140,7 +140,7 @@ class Moves:
                 where=f"rank {current_plan.group.name}",
                 remedy="Run a forward and a backward between the change and the step.",
             )
-        self._end_vote()
+        self.end_vote()
         members, hooks = current_plan.members, current_plan.hooks
         members.updates = updates
         specs = members.specs(hooks.named_params)

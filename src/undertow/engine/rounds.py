@@ -179,6 +179,8 @@ class Rounds:
             hear_of_change(self._current_plan, told)
             self._checks.round_ends(told)
             self._require_sound(told)
+            if self._counts_after_places:
+                self._count_before_leaving()
             rebuild(self._current_plan, told)
         except BaseException:
             progress.round_ends(has_failed=True, is_last=ending.is_last)
@@ -294,6 +296,15 @@ class Rounds:
         number, self._uncounted = self._uncounted, None
         if number is not None:
             self._count(number)
+
+    def _count_before_leaving(self) -> None:
+        """Counts the round before for the parameters that are about to leave. Other places of a
+        mesh may keep theirs: they count it now too, and send the same messages."""
+        hooks = self._current_plan.hooks
+        hooks.arrived_before |= hooks.arrivals.arrived  # which a move of the plan forgets
+        self._checks.hear()
+        self.count_told()
+        self._moves.end_vote()
 
     def _count(self, num_forwards: int) -> None:
         """Counts a sound round for the choice of a plan, until that is over."""

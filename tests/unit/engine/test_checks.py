@@ -150,7 +150,9 @@ def test_a_failed_backward_is_a_fault_for_all_places_of_a_mesh_if_they_report_ra
     group.is_broken, group.tell_places = False, told.append
     group.everyone = SimpleNamespace(device=torch.device("cpu"), all_gather=lambda row, _: sent.append(row.tolist()))
     placements = SimpleNamespace(take_order=list, axis=())
-    checks = Checks(SimpleNamespace(group=group, placements=placements), SyncConfig())  # type: ignore[arg-type]
+    compiled = SimpleNamespace(digest_at_all_places=0)
+    plans: Any = SimpleNamespace(group=group, placements=placements, compiled=compiled)
+    checks = Checks(plans, SyncConfig())
     this = Round(kind=RoundKind.REDUCE, terms=Terms(number=7), has_failed=how == "its backward failed")
     if not this.has_failed:
         this.found.taken.add(0)
