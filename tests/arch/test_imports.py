@@ -111,7 +111,8 @@ COLLECTIVES = re.compile(
 METHODS = {"allreduce", "allgather", "alltoall", "recv_anysource", "monitored_barrier"}
 COMMUNICATE = {
     "ranks/transport.py",
-    "torch_private/private.py",  # `new_group`, which the transport calls; a probe of a rank, and the end of a broken group
+    "ranks/users_groups.py",
+    "torch_private/process_groups.py",  # `new_group`, which the transport calls; a probe of a rank, and the end of a broken group
     "lab/emulation/link.py",  # a backend below the transport
     "lab/demo/rank.py",  # a script as a user writes it, with plain torch beside the library
 }
@@ -124,7 +125,7 @@ def collectives_in(tree: ast.AST) -> list[str]:
         match node:
             case ast.Attribute(value=owner, attr=name) if ast.unparse(owner) in ("dist", "torch.distributed"):
                 found += [name] * bool(COLLECTIVES.fullmatch(name))
-            case ast.Attribute(value=ast.Name(id="private"), attr="new_group"):
+            case ast.Attribute(value=ast.Name(id="process_groups"), attr="new_group"):
                 found.append("new_group")
             case ast.Attribute(attr=name) if name in METHODS:
                 found.append(name)
@@ -149,7 +150,7 @@ def test_only_the_transport_communicates() -> None:
         ("from torch.distributed import broadcast_object_list", ["broadcast_object_list"]),
         ("work = group.allreduce([tensor])", ["allreduce"]),
         ("group.send([part], peer, tag)", ["send"]),
-        ("private.new_group(ranks, backend, timeout)", ["new_group"]),
+        ("process_groups.new_group(ranks, backend, timeout)", ["new_group"]),
         ("dist.get_rank()\nneighbor.send(message)\ngroup.all_reduce(tensor, name)\ndist.ReduceOp.SUM", []),
     ],
 )

@@ -61,8 +61,8 @@ from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
 from undertow.sharded.sharding import Sharding
 from undertow.sync.handles import MeanOverRanks
-from undertow.torch_private import private
-from undertow.torch_private.private import interrupt, timeout_of  # noqa: F401  # for tests
+from undertow.torch_private import private, process_groups
+from undertow.torch_private.process_groups import interrupt, timeout_of  # noqa: F401  # for tests
 
 NUM_STEPS_UNTIL_A_PROFILE = NUM_STEPS_BEFORE + NUM_STEPS_MEASURED + 2
 # The next one takes another plan, if the first window decides.
@@ -341,9 +341,9 @@ def opened_group() -> OwnGroup:
 
 def cloned_group() -> dist.ProcessGroup:
     world = GroupRef.of(dist.group.WORLD)
-    names = [private.new_name() if world.rank == 0 else ""]
+    names = [process_groups.new_name() if world.rank == 0 else ""]
     dist.broadcast_object_list(names)
-    return private.new_group(world.ranks, world.backend, world.timeout, *names)
+    return process_groups.new_group(world.ranks, world.backend, world.timeout, *names)
 
 
 @contextlib.contextmanager

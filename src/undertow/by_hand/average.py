@@ -15,7 +15,7 @@ from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.errors import ConfigError, PlanMismatch, WrongType, require
 from undertow.plan.facts import FactKind
 from undertow.ranks.group import GroupRef, user_group, warn_of_lone_rank
-from undertow.ranks.transport import all_reduce_over
+from undertow.ranks.users_groups import all_reduce_over
 from undertow.torch_private import private
 
 _WHERE = "average_gradients(gradients, parameters)"

@@ -13,7 +13,7 @@ from undertow.errors import PhaseError, require
 from undertow.plan import SizeCaps, group_by_size, largest_first
 from undertow.ranks.group import user_group
 from undertow.ranks.handle import Handle
-from undertow.ranks.transport import all_reduce_over
+from undertow.ranks.users_groups import all_reduce_over
 from undertow.torch_private import private
 
 

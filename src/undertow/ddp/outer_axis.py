@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,23 +23,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from undertow.config import Outer, SyncConfig
 from undertow.ddp.fully_shard import WHERE, group_of_replicas, refuse_divisor, require_managed
+from undertow.ddp.outer_messages import Message, sent_bytes
 from undertow.device import Accelerator
 from undertow.engine.checks import unlike_values
 from undertow.errors import Desync, ReplicaMismatch, WrongType, require
 from undertow.mesh.axes import everyone, is_cut_over_others
 from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.outer.outer_sync import OuterSync
-from undertow.plan.layout import ParamSpec, equal_parts, round_up, slots_of
 from undertow.ranks.agreement import gather_json, require_agreement, surroundings
 from undertow.ranks.alike import lines_of
 from undertow.ranks.dither import Rotation, Rounding
 from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.group import GroupRef
-from undertow.ranks.parcels import Encoded, FullWidth, Parcel
+from undertow.ranks.parcels import FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
 from undertow.sync.gradient_sync import GradientSync
 from undertow.torch_private import fsdp, private, tables
-from undertow.wire import WIRES
 
 # A message's number of elements is compared modulo this, so that sums of squares are exact.
 _SIZES_TOLD_APART = 1 << 20
@@ -140,7 +138,7 @@ class OuterAxis:
             dataclasses.replace(config, reduction="ordered"),
             divisor=self._group.num_ranks,
         )
-        self._messages: dict[tuple[int, int, torch.dtype], _Message] = {}
+        self._messages: dict[tuple[int, int, torch.dtype], Message] = {}
         self._told: deque[_ReducedNumbers] = deque()  # of earlier reductions, on a device
         # of each module, its parameters and their elements in a message
         self._numels = [_numels_of(part) for _, part in managed]
@@ -287,7 +285,7 @@ class OuterAxis:
             raise self._in_another_order(index, values.numel())
         message.unpack(sent, values)
         self.num_reductions += 1
-        self.num_bytes += _sent_bytes(parcel, group, values)
+        self.num_bytes += sent_bytes(parcel, group, values)
         self.num_bytes += (group.num_ranks - 1) * trailer.nbytes
         self.waited_s += time.perf_counter() - began_s
 
@@ -297,7 +295,7 @@ class OuterAxis:
         trained = [param for param in self._uncut if param.requires_grad]
         return local_tensors(trained or self._params)
 
-    def _message(self, index: int, values: Tensor) -> _Message:
+    def _message(self, index: int, values: Tensor) -> Message:
         """Returns how the shards of a module travel."""
         numel = values.numel()
         key = index, numel, values.dtype
@@ -312,10 +310,10 @@ class OuterAxis:
                     # A block of cut and of whole parameters would be rounded differently at each
                     # place of a tensor-parallel axis.
                     wire = None
-            self._messages[key] = _Message.of(numels, values.dtype, wire, self._group)
+            self._messages[key] = Message.of(numels, values.dtype, wire, self._group)
         return self._messages[key]
 
-    def _parcel(self, message: _Message, device: torch.device) -> Parcel:
+    def _parcel(self, message: Message, device: torch.device) -> Parcel:
         """Returns the parcel of a message in this backward."""
         parcel = message.parcel
         if isinstance(parcel, FullWidth):
@@ -365,54 +363,6 @@ def _numbers_of(index: int, numel: int) -> list[float]:
     return [*numbers, *(number * number for number in numbers)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Message:
-    """How shards travel: as they are, or in a format, whose blocks end at borders of parameters."""
-
-    parcel: Parcel
-    numel: int
-    places: tuple[tuple[slice, slice], ...] = ()  # of each parameter: in the shards, and as sent
-
-    @classmethod
-    def of(
-        cls, numels: Sequence[int], dtype: torch.dtype, wire: str | None, group: OwnGroup
-    ) -> _Message:
-        """Returns the message of parameters with so many elements each."""
-        num_ranks = group.num_ranks
-        if wire is None:
-            numel = sum(numels)
-            return cls(FullWidth(equal_parts(num_ranks, -(-numel // num_ranks), stop=numel)), numel)
-        block = WIRES[wire].block
-        specs = [
-            ParamSpec(name=str(at), shape=(numel,), dtype="float32", itemsize=4)
-            for at, numel in enumerate(numels)
-        ]
-        slots, narrow_numel = slots_of(specs, range(len(specs)), block=block)
-        starts = list(accumulate(numels, initial=0))
-        places = tuple(
-            (slice(starts[slot.param], starts[slot.param + 1]), slice(slot.start, slot.stop))
-            for slot in slots
-        )
-        numel = max([narrow_numel, *(slot.stop for slot in slots)])
-        parts = equal_parts(num_ranks, round_up(-(-numel // num_ranks), block), stop=numel)
-        is_host = group.hardware.is_host
-        return cls(Encoded(WIRES[wire], dtype, narrow_numel, parts, is_host=is_host), numel, places)
-
-    def packed(self, values: Tensor) -> Tensor:
-        """Returns the tensor that is sent and received; the shards themselves in full width."""
-        if not self.places:
-            return values
-        sent = values.new_zeros(self.numel)
-        for own, place in self.places:
-            sent[place].copy_(values[own])
-        return sent
-
-    def unpack(self, sent: Tensor, values: Tensor) -> None:
-        """Writes what was received into the shards."""
-        for own, place in self.places:
-            values[own].copy_(sent[place])
-
-
 def _own_groups(
     replicas: dist.ProcessGroup,
     groups: Sequence[Any],
@@ -443,17 +393,6 @@ def _uncut(group: Any) -> list[Tensor]:
     """Returns the parameters of a group of torch's that are cut into its shards only."""
     shards = dist.get_process_group_ranks(fsdp.shards_of(group))
     return [param for param in fsdp.params_of(group) if not is_cut_over_others(param, shards)]
-
-
-def _sent_bytes(parcel: Parcel, group: OwnGroup, values: Tensor) -> int:
-    """Returns the bytes that this rank sends: the others' parts, and the mean of its own to all."""
-    rank, others = group.rank, group.num_ranks - 1
-    sizes = (
-        parcel.sizes
-        if isinstance(parcel, Encoded)
-        else [len(part) * values.itemsize for part in parcel.parts]
-    )
-    return sum(sizes) - sizes[rank] + others * sizes[rank]
 
 
 def _progress_of(axis: OuterAxis | None) -> tuple[int, bool]:

@@ -15,13 +15,8 @@ from undertow.device import device_of
 from undertow.errors import ConfigError
 from undertow.mesh.local_tensors import addresses, distributed, local_tensor, placement_of
 from undertow.plan import ParamSpec
-from undertow.ranks.agreement import (
-    BUILD_ALIKE,
-    CommonBuffers,
-    Place,
-    require_agreement,
-    why_not_sent,
-)
+from undertow.ranks.agreement import BUILD_ALIKE, require_agreement
+from undertow.ranks.buffers import CommonBuffers, Place, why_not_sent
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private, tables
 

@@ -19,7 +19,7 @@ from undertow.errors import ConfigError, WrongType, require
 from undertow.ranks import faults
 from undertow.ranks.answers import in_ranges
 from undertow.schedule import HYBRID
-from undertow.torch_private import private
+from undertow.torch_private import process_groups
 
 _WHERE = "the ranks over which gradients are averaged"
 
@@ -100,7 +100,7 @@ class GroupRef:
         return cls(
             tuple(dist.get_process_group_ranks(group)),
             backend,
-            private.timeout_of(group),
+            process_groups.timeout_of(group),
             weakref.ref(group),
         )
 

@@ -33,7 +33,7 @@ from undertow.ranks.meeting import NAME, meeting_of
 from undertow.ranks.null_watch import Interruptible, NullWatch
 from undertow.ranks.threads import end_workers
 from undertow.ranks.watch import Ring, Watch
-from undertow.torch_private import private
+from undertow.torch_private import process_groups
 
 _log = logging.getLogger("undertow")
 
@@ -83,7 +83,7 @@ def meet(
     found = name = ""
     with meeting_of(ranks, rank, limits, watch, within_s) as meeting:
         if rank == 0:
-            meeting.store.set(f"{meeting.key}/{NAME}", private.new_name())
+            meeting.store.set(f"{meeting.key}/{NAME}", process_groups.new_name())
         if obstacle:
             meeting.fail(obstacle)
         meeting.arrive("group")
@@ -129,7 +129,7 @@ class _UsersGroup:
         self._group = group
 
     def interrupt(self) -> None:
-        private.interrupt(self._group)
+        process_groups.interrupt(self._group)
 
 
 _NO_WATCH = (

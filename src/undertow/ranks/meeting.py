@@ -37,7 +37,7 @@ from undertow.ranks.answers import Ranks
 from undertow.ranks.answers import named as subject
 from undertow.ranks.connections import innermost
 from undertow.ranks.null_watch import NullWatch
-from undertow.torch_private import private
+from undertow.torch_private import process_groups
 
 # Flags in the counter of a place, whose lower part counts the ranks that have arrived.
 _FAILED = 1 << 40  # a rank that has arrived cannot go on
@@ -64,9 +64,9 @@ def meeting_of(
     Raises the error that `watch` has for a rank that is gone, or StallTimeout.
     """
     try:
-        store = private.default_store()
+        store = process_groups.default_store()
         # a list of thousands of ranks is longer than a store's key may be
-        name = f"undertow/ring/{private.name_of(ranks)}"
+        name = f"undertow/ring/{process_groups.name_of(ranks)}"
         number = store.add(f"{name}/tries/{rank}", 1)
         key = f"{name}/{number}"
         lateness = Lateness(store, f"{key}/over", rank, limits, watch, within_s=within_s)

@@ -1,8 +1,6 @@
-"""Undertow's process groups, and the collectives over them. No other file makes groups or calls
-collectives of torch.distributed.
+"""Undertow's process groups, each a clone of a group of the user's, and the messages over them.
 
-OwnGroup                          a clone of the user's group, and the messages over it
-all_reduce_over, all_gather_over  collectives over a group of the user's, and broadcast_over
+No other file makes groups or calls collectives of torch.distributed, except `users_groups`.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from undertow.ranks import faults, patience
 from undertow.ranks.descriptors import why_too_few
 from undertow.ranks.faults import Activity, raised
 from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
-from undertow.ranks.guard import meet, over_users, watch_over
+from undertow.ranks.guard import meet, watch_over
 from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.threads import Worker
 from undertow.ranks.watch import Watch
-from undertow.torch_private import private
+from undertow.torch_private import process_groups
 
 _CLOSED = NullWatch()  # of groups that are closed
 # The backend's own collectives on one tensor; torch < 2.13 has the second names.
@@ -129,7 +127,7 @@ class OwnGroup:
         ranks, timeout = self.user.ranks, self.user.timeout
         within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
         if self.num_ranks == 1:
-            self._group = weakref.ref(self._clone(private.new_name()))
+            self._group = weakref.ref(self._clone(process_groups.new_name()))
             return
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
@@ -172,7 +170,7 @@ class OwnGroup:
         return cast(dist.ProcessGroup, made.result())
 
     def _clone(self, name: str) -> dist.ProcessGroup:
-        return private.new_group(self.user.ranks, self.user.backend, self.user.timeout, name)
+        return process_groups.new_group(self.user.ranks, self.user.backend, self.user.timeout, name)
 
     @cached_property
     def _callers(self) -> tuple[int, ...]:
@@ -380,7 +378,9 @@ class OwnGroup:
         with self._destroying:
             group = self.existing()
             if group is not None and watch.fault is not None:
-                private.interrupt(group)  # destroying would otherwise wait for operations in flight
+                process_groups.interrupt(
+                    group
+                )  # destroying would otherwise wait for operations in flight
             if group is not None:
                 # ValueError: torch has forgotten the group, and a gather has held it until now.
                 with contextlib.suppress(ValueError):
@@ -398,7 +398,7 @@ class OwnGroup:
             others = {other() for other in self.others}
             if group is not None:
                 for one in filter(None, {group, users, *others}):
-                    private.interrupt(one)
+                    process_groups.interrupt(one)
             self.others = ()
             if others and self.watch.fault is not None and not self.here.wait[0]:
                 # The user's wait ends with an error that names no rank.
@@ -417,43 +417,8 @@ class _NamedWait:
             self.group.complete(work)
 
 
-@dataclass(frozen=True, slots=True)
-class _UsersWait:
-    """A wait over a group of the user's."""
-
-    group: dist.ProcessGroup
-
-    def complete(self, work: Work) -> None:
-        with over_users(self.group, "a reduction over the process group"):
-            work.wait()
-
-
 @cache
 def _all_reduce_options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp, options.asyncOp = op, True  # type: ignore[assignment]
     return options
-
-
-def all_reduce_over(
-    tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Handle:
-    """Starts to reduce `tensor` in place over a group of the user's."""
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return Handle(work, waiter=_UsersWait(group), record=device_of(tensor.device).record)
-
-
-def all_gather_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gathers a tensor of each rank of the user's group, all of one shape.
-
-    [number of ranks, *shape]
-    """
-    received = tensor.new_empty(group.size(), *tensor.shape)
-    dist.all_gather(list(received.unbind()), tensor, group=group)
-    return received
-
-
-def broadcast_over(tensor: Tensor, group: dist.ProcessGroup, *, source: int) -> Tensor:
-    """Writes the values of rank `source` of the user's group into `tensor`, and returns it."""
-    dist.broadcast(tensor, group=group, group_src=source)
-    return tensor

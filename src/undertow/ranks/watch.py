@@ -28,10 +28,6 @@ one: its neighbors know one too.
     answers  a rank that has waited for long, of all ranks    reports them: `inquiry` gathers them
     tells    a rank that calls `ask`, its digest or text      keeps it for its own `ask`
 
-If all ranks answer that they wait, one asks again, `about` the collective calls that they have
-made. If each has made one that another one lacks, and no wait has ended in between, the ranks are
-in a deadlock, and it fails (`Answers.are_in_deadlock`).
-
 Ranks send nothing unless one waits for long. A fault is latched before groups are interrupted, so
 that a thread whose collective breaks finds the reason.
 

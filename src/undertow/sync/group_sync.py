@@ -29,7 +29,7 @@ from undertow.engine.stop import StopRequest
 from undertow.errors import PhaseError, require
 from undertow.mesh.axes import everyone, other_groups, replica_of, require_fits_replicas
 from undertow.outer.outer_sync import OuterSync
-from undertow.ranks.agreement import broadcast_in_place, synchronize_buffers
+from undertow.ranks.buffers import broadcast_in_place, synchronize_buffers
 from undertow.ranks.group import GroupRef
 from undertow.ranks.transport import OwnGroup
 from undertow.sharded.steps import ShardedSteps

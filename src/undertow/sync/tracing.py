@@ -12,7 +12,7 @@ from undertow.engine.engine import Engine
 from undertow.errors import PhaseError, require
 from undertow.ranks import faults
 from undertow.sync.views import path_of_rank, trace_text
-from undertow.torch_private import private
+from undertow.torch_private import process_groups
 from undertow.whole_file import write_whole
 
 FOLDER = "UNDERTOW_TRACE"  # the variable that names a folder for traces
@@ -25,9 +25,8 @@ def run_name() -> str:
     "" without that store.
     """
     try:
-        return str(
-            private.default_store().compare_set("undertow/run", "", uuid.uuid4().hex).decode()
-        )
+        store = process_groups.default_store()
+        return str(store.compare_set("undertow/run", "", uuid.uuid4().hex).decode())
     except (RuntimeError, ValueError):  # it is gone, or of a kind that cannot do this
         return ""
 

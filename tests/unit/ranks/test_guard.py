@@ -23,7 +23,7 @@ from undertow.ranks.handshake import connect_ring
 from undertow.ranks.meeting import Meeting
 from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.watch import Ring, Watch
-from undertow.torch_private import private
+from undertow.torch_private import process_groups
 
 WITHIN_S = 5.0  # on a machine that does much else; some hundredths of a second otherwise
 GONE = ["RankLost", "rank 1 is gone: its process exited or was killed without reporting an error."]
@@ -143,7 +143,7 @@ def test_a_forked_child_keeps_no_connection_and_runs_no_thread() -> None:
 
 def test_a_rank_that_gives_up_for_a_fault_tells_those_that_arrive_later(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(private, "default_store", lambda: store)
+    monkeypatch.setattr(process_groups, "default_store", lambda: store)
     watch = Ring([], rank=0, num_ranks=2).join(SyncConfig())
     late = threading.Timer(0.05, setattr, (watch, "fault", faults.stalled("rank 0 has waited.")))
     late.start()

@@ -22,7 +22,7 @@ from undertow.ranks.guard import meet
 from undertow.ranks.handshake import connect_ring
 from undertow.ranks.meeting import meeting_of
 from undertow.ranks.null_watch import NullWatch
-from undertow.torch_private import private
+from undertow.torch_private import process_groups
 
 
 class Counted:
@@ -89,7 +89,7 @@ def _place_of(key: str) -> str:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Counted:
     counted = Counted()
-    monkeypatch.setattr(private, "default_store", lambda: counted)
+    monkeypatch.setattr(process_groups, "default_store", lambda: counted)
     monkeypatch.setattr(handshake, "own_address", lambda _: "127.0.0.1")
     return counted
 
@@ -181,7 +181,7 @@ def requests_of_a_start(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tupl
     """Bytes that all ranks send to the store: for a group of torch's `new_group`, and to meet for a model and for its group."""
     counted, here, ranks = CountedStore(), threading.local(), range(num_ranks)
     stores = [dist.PrefixStore("default_pg", counted.client()) for _ in ranks]
-    monkeypatch.setattr(private, "default_store", lambda: here.store)
+    monkeypatch.setattr(process_groups, "default_store", lambda: here.store)
     groups = list[dist.ProcessGroupGloo]()
 
     def connect(rank: int, name: str) -> None:
@@ -250,7 +250,7 @@ def test_no_thread_waits_in_the_store_for_a_rank_that_has_left(store: Counted, m
 
 @pytest.mark.deep
 def test_a_rank_that_is_woken_early_asks_now_and_then(store: Counted) -> None:
-    key = f"undertow/ring/{private.name_of((0, 1))}/1/group"
+    key = f"undertow/ring/{process_groups.name_of((0, 1))}/1/group"
     store.set(f"{key}/all", "")
     all_meet(2, late=lambda: time.sleep(1.0))
     assert store.num_asked["add"] < 40
@@ -260,7 +260,7 @@ def test_a_rank_that_is_woken_early_asks_now_and_then(store: Counted) -> None:
 def test_a_file_is_not_read_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file_store = dist.FileStore(str(tmp_path / "store"), 2)
     threads = list[threading.Thread]()
-    monkeypatch.setattr(private, "default_store", lambda: dist.PrefixStore("a", dist.PrefixStore("b", file_store)))
+    monkeypatch.setattr(process_groups, "default_store", lambda: dist.PrefixStore("a", dist.PrefixStore("b", file_store)))
     all_meet(2, late=lambda: (time.sleep(0.5), threads.extend(waiting_threads())))
     assert not threads
 
@@ -296,7 +296,7 @@ def test_a_rank_that_waits_for_a_late_one_asks_for_one_counter(
     """Seven seconds. All others are here, and each of them asks as often."""
     clock = Clock()
     monkeypatch.setattr(meeting, "time", clock)
-    key = f"undertow/ring/{private.name_of(tuple(range(num_ranks)))}/1/group"
+    key = f"undertow/ring/{process_groups.name_of(tuple(range(num_ranks)))}/1/group"
     clock.at_s.append((7.0, lambda: store._store.add(key, num_ranks - 1)))
     meets(num_ranks, 0)
     assert store.num_asked["check"] == 1  # at the end, for counters of reports
@@ -312,7 +312,7 @@ def test_one_rank_asks_who_is_late_and_says_so(
     clock, num_ranks, late = Clock(), 1024, 777
     monkeypatch.setattr(meeting, "time", clock)
     ranks = tuple(range(num_ranks))
-    key = f"undertow/ring/{private.name_of(ranks)}/1/group"
+    key = f"undertow/ring/{process_groups.name_of(ranks)}/1/group"
     for other in range(1, num_ranks):
         if other != late:
             store._store.set(f"{key}/{other}", "")
@@ -321,7 +321,7 @@ def test_one_rank_asks_who_is_late_and_says_so(
         with caplog.at_level(logging.WARNING, "undertow"):
             meets(num_ranks, rank, stall_warning_s=30.0)
         store._store.delete_key(key)
-        store._store.delete_key(f"undertow/ring/{private.name_of(ranks)}/tries/0")
+        store._store.delete_key(f"undertow/ring/{process_groups.name_of(ranks)}/tries/0")
     (told,) = caplog.messages
     assert told.endswith(f" s for rank {late} to synchronize a model.")
     assert store.num_asked["check"] <= 25  # 1,022 if each key were asked for
@@ -329,7 +329,7 @@ def test_one_rank_asks_who_is_late_and_says_so(
 
 @pytest.mark.usefixtures("cannot_wait")
 def test_counters_of_reports_go_with_the_next_meeting(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, name = Clock(), f"undertow/ring/{private.name_of((0, 1))}"
+    clock, name = Clock(), f"undertow/ring/{process_groups.name_of((0, 1))}"
     monkeypatch.setattr(meeting, "time", clock)
     clock.at_s.append((100.0, lambda: store._store.add(f"{name}/1/group", 1)))
     meets(2, 0, stall_warning_s=30.0)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from undertow.engine import arrivals as arrivals_module
 from undertow.engine.arrivals import Arrivals
-from undertow.torch_private import private
+from undertow.torch_private import private, process_groups
 
 
 def ones(num: int = 2) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_th
 
 def test_a_group_says_how_long_its_collectives_may_take(one_rank: Any) -> None:
     # What is no real group does not say it.
-    assert [private.timeout_of(group) for group in (one_rank, object())] == [timedelta(seconds=77), None]
+    assert [process_groups.timeout_of(group) for group in (one_rank, object())] == [timedelta(seconds=77), None]
 
 
 def test_a_hook_on_the_accumulating_node_runs_after_the_gradient_is_there() -> None:
