@@ -467,8 +467,8 @@ def test_gradients_may_be_replaced_after_backward_if_every_rank_does_it_alike() 
         assert text_of(ReplicaMismatch, lambda: MLP.loss(ddp, 4).backward()) == (
             "the gradient of '0.weight' is not the same on rank 1 as on rank 0, and a sharded optimizer steps on it.\n"
             f"  the step before synchronization 4, rank {dist.get_rank()}\n"
-            "  On every rank, write the same values into `.grad` after backward. That step has mixed the ranks' gradients: "
-            "load a checkpoint."
+            "  On every rank, write the same values into `.grad` after backward. If that step was not skipped, it has mixed the "
+            "ranks' gradients: load a checkpoint."
         )
 
 

@@ -138,7 +138,7 @@ class OuterAxis:
             dataclasses.replace(config, reduction="ordered"),
             divisor=self._group.num_ranks,
         )
-        self._messages: dict[tuple[int, int, torch.dtype], Message] = {}
+        self._messages: dict[tuple[int, int, torch.dtype, tuple[int, ...]], Message] = {}
         self._told: deque[_ReducedNumbers] = deque()  # of earlier reductions, on a device
         # of each module, its parameters and their elements in a message
         self._numels = [_numels_of(part) for _, part in managed]
@@ -298,10 +298,10 @@ class OuterAxis:
     def _message(self, index: int, values: Tensor) -> Message:
         """Returns how the shards of a module travel."""
         numel = values.numel()
-        key = index, numel, values.dtype
+        params, wire = self._numels[index], self._wire
+        numels = [numel for param, numel in params if param.requires_grad]
+        key = index, numel, values.dtype, tuple(numels)
         if key not in self._messages:
-            params, wire = self._numels[index], self._wire
-            numels = [numel for param, numel in params if param.requires_grad]
             if sum(numels) != numel:
                 # Torch leaves parameters without a gradient out, and does not tell which.
                 numels = [numel]

@@ -194,8 +194,8 @@ def written_unlike(found: Sequence[Alike], *, where: str) -> ReplicaMismatch | N
         name.removesuffix(_OF_WRITTEN).strip("'"),
         dict.fromkeys(one.ranks, here.get(name)) | dict.fromkeys(other.ranks, there.get(name)),
         where=f"the step before {where}",
-        remedy="On every rank, write the same values into `.grad` after backward. That step has "
-        "mixed the ranks' gradients: load a checkpoint.",
+        remedy="On every rank, write the same values into `.grad` after backward. If that step was "
+        "not skipped, it has mixed the ranks' gradients: load a checkpoint.",
     )
 
 

@@ -14,14 +14,15 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 
 from torch.distributed.distributed_c10d import Store
 
 _MAX_UNSENT = 1 << 20  # bytes for a neighbor that does not read; further messages to it are dropped
-# Bytes of queries for a neighbor that sends nothing meanwhile: a quarter of the memory that the
-# kernel has for a process that does not read. If it were full, and stayed so for `SILENCE_S`, Linux
-# would end the connection, although the other machine answers.
-_MOST_UNHEARD = 1 << 14
+# Bytes of a kind of messages for a neighbor that sends nothing meanwhile: an eighth of the memory
+# that the kernel has for a process that does not read. If it were full, and stayed so for
+# `SILENCE_S`, Linux would end the connection, although the other machine answers.
+_MOST_UNHEARD = 1 << 13
 _READ = 1 << 18
 # reserved for documents: the route to them is the default one
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
@@ -54,7 +55,8 @@ class Connection:
         self._sending = threading.Lock()  # never waited for
         self._unsent = bytearray()
         self._received = b""
-        self._unheard = 0  # bytes of queries since the neighbor has sent anything
+        # Bytes of each kind of messages about a wait, since the neighbor has sent anything.
+        self._unheard = Counter[str]()
         self.is_silent = False  # it has ended because the other machine does not answer
         link.setblocking(False)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -70,16 +72,18 @@ class Connection:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def send(self, message: bytes, *, is_query: bool = False) -> None:
+    def send(self, message: bytes, *, about_wait: str = "") -> None:
         """Sends as much as the kernel takes now; `flush` sends the rest.
 
-        Drops the message if the neighbor is stopped, and earlier if it `is_query`: a neighbor that
-        runs answers queries.
+        Drops the message if the neighbor is stopped, and earlier if it is of a kind `about_wait`: a
+        neighbor that runs answers queries. Each kind counts alone, because nobody replies to
+        answers, and they must not keep the next query back.
         """
-        if is_query:
-            if self._unheard and self._unheard + len(message) > _MOST_UNHEARD:
+        if about_wait:
+            unheard = self._unheard[about_wait]
+            if unheard and unheard + len(message) > _MOST_UNHEARD:
                 return
-            self._unheard += len(message)
+            self._unheard[about_wait] += len(message)
         if len(self._unsent) < _MAX_UNSENT:
             self._unsent.extend(message + b"\n")
         self.flush()
@@ -126,7 +130,7 @@ class Connection:
             self.is_silent = self.is_silent or error.errno in _SILENT
             data = b""
         if data:
-            self._unheard = 0
+            self._unheard.clear()
         *messages, self._received = (self._received + data).split(b"\n")
         return messages, bool(data)
 

@@ -43,11 +43,11 @@ class NullWatch:
         """Raises if a rank is gone or has failed."""
 
     def fail(self, reason: Fault | BaseException) -> None:
-        """Makes all ranks give up, because of a fault or an error of this rank. Raises the reason
-        of the error if it is known.
+        """Tells all ranks of a fault, or of an error after which this rank cannot continue.
 
-        All ranks may be about to raise the same UndertowError. So only ranks that wait for this one
-        give up, a little later, and this one cannot continue.
+        A fault ends the waits of all ranks at once, and so does an error of this rank alone; raises
+        the reason of the error if it is known. An UndertowError may be one that all ranks are about
+        to raise: it ends the waits for this rank, a little later.
         """
 
     def ask(self, text: str, of: Sequence[int] = (), *, most: int = 2) -> list[Alike]:

@@ -40,7 +40,6 @@ import hashlib
 import json
 import logging
 import math
-import re
 import threading
 import time
 import weakref
@@ -62,25 +61,11 @@ from undertow.ranks.inquiry import Inquiry
 from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.ring_messages import DIRECTED, MessageKind
 from undertow.ranks.threads import WorkerThread
+from undertow.ranks.transport_errors import is_of_transport, is_timeout
 
 Message = dict[str, Any]
 
 _log = logging.getLogger("undertow")
-# Timeouts of a collective (also of one whose connections another collective's timeout has closed:
-# of several in flight, either may report first), of the stores that groups are made through, and of
-# connecting. The kernel's messages about a connection are worded differently.
-_TIME_IS_OVER = re.compile(
-    r"time(d )?out waiting|operation timed out!|application timeout caused|(wait|socket|connect) "
-    r"timeout",
-    re.IGNORECASE,
-)
-# Words of transports (gloo, NCCL, the store) when a connection breaks. Other errors are raised
-# without waiting for a reason.
-_OF_TRANSPORTS = re.compile(
-    r"connection|closed|reset|broken pipe|time.?out|timed "
-    r"out|socket|gloo|nccl|peer|abort",
-    re.IGNORECASE,
-)
 
 
 class Ring:
@@ -116,7 +101,7 @@ class Ring:
     def say_to(self, neighbor: Connection, kind: MessageKind, **content: Any) -> None:
         """Sends a message to one neighbor."""
         encoded = json.dumps({"kind": kind, "from": self.rank, **content}).encode()
-        neighbor.send(encoded, is_query=kind == MessageKind.ASKS)
+        neighbor.send(encoded, about_wait=kind if kind == MessageKind.ASKS else "")
 
     def inquiry(self, number: int) -> Inquiry:
         """Returns the queries about a model."""
@@ -178,10 +163,11 @@ class Ring:
         if message["from"] not in range(self.num_ranks):
             raise ValueError("it is from no rank.")  # and would go round forever
         if not self._is_known(message):
-            encoded = json.dumps(message).encode()
+            encoded, kind = json.dumps(message).encode(), message["kind"]
+            about_wait = kind if kind == MessageKind.ANSWERS else ""
             for neighbor in tuple(self.neighbors):
                 if neighbor is not source and neighbor.rank != message["from"]:
-                    neighbor.send(encoded, is_query=message["kind"] == MessageKind.ANSWERS)
+                    neighbor.send(encoded, about_wait=about_wait)
         self._handle(message)
 
     def _is_known(self, message: Message) -> bool:
@@ -234,6 +220,7 @@ class Watch(NullWatch):
         # when waits over the groups are interrupted at the latest; inf if that is done or not due
         self.interrupt_at_s = math.inf
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
+        self.own_failure: Fault | None = None  # the error with which this rank has left
         self._before: Answer | None = None  # this rank's last answer to a query
         self.told = -math.inf, ""  # time and text of the last report
         # By the ranks that are asked: a question of one data axis of a mesh is not another one's.
@@ -244,7 +231,7 @@ class Watch(NullWatch):
         return Waiting(self, name)
 
     def check(self) -> None:
-        fault = self.fault or self.left.get(self.ring.rank)
+        fault = self.fault or self.own_failure
         if fault is not None:
             raise self.give_up(fault)
 
@@ -253,9 +240,9 @@ class Watch(NullWatch):
             self.say(MessageKind.FAILS, **reason.content())
             return
         if isinstance(reason, UndertowError):
-            if self.fault is None and self.ring.rank not in self.left:
-                fault = faults.failed(self.ring.rank, reason)
-                self.say(MessageKind.LEAVES, **fault.content())
+            if self.fault is None and self.own_failure is None:
+                self.own_failure = faults.failed(self.ring.rank, reason)
+                self.say(MessageKind.LEAVES, **self.own_failure.content())
             return
         self.raise_reason(reason)
         if self.fault is None:
@@ -344,7 +331,7 @@ class Watch(NullWatch):
         """Raises the reason of an error in a wait for other ranks, if it is known."""
         if isinstance(error, UndertowError) or not isinstance(error, RuntimeError):
             return
-        if self.fault is None and not _OF_TRANSPORTS.search(str(error)):
+        if self.fault is None and not is_of_transport(error):
             return
         fault = self.reason_of(error)
         if fault is not None:
@@ -356,7 +343,7 @@ class Watch(NullWatch):
 
         Returns the reason, or None if it stays unknown.
         """
-        is_over = _TIME_IS_OVER.search(str(error)) is not None
+        is_over = is_timeout(error)
         # After a timeout no rank need be gone. It must be reported before ranks speak whose
         # connections the timeout has closed.
         self._wait_for_fault_or(
@@ -386,7 +373,7 @@ class Watch(NullWatch):
                 self.interrupt()
             return
         # Its process may live on, so that no connection ends.
-        failed = next((fault for fault in self.left.values() if fault.kind is PeerFailed), None)
+        failed = self._failed_peer()
         if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
             self.fail(failed)
         inquiry = self.inquiry
@@ -396,6 +383,13 @@ class Watch(NullWatch):
             if self.told[1]:
                 faults.tell(inquiry.share_of(self.told[1], self.left.keys()))
         self._judge_stall(now_s, waited_s)
+
+    def _failed_peer(self) -> Fault | None:
+        """Returns the fault of another rank that has left with an error."""
+        for rank, fault in self.left.items():
+            if rank != self.ring.rank and fault.kind is PeerFailed:
+                return fault
+        return None
 
     def _judge_stall(self, now_s: float, waited_s: float) -> None:
         warning_s = self.limits.stall_warning_s

@@ -338,15 +338,24 @@ def test_queries_leave_room_in_the_memory_of_a_paused_process(pair: tuple[Connec
     """If it were full, Linux would end the connection. Faults are sent, and queries again once the neighbor runs."""
     first, second = pair
     for _ in range(100):
-        first.send(b"q" * 1000, is_query=True)
-    first.send(b"q" * 60_000, is_query=True)
+        first.send(b"q" * 1000, about_wait="asks")
+    first.send(b"q" * 60_000, about_wait="asks")
     first.send(b"fails")
-    queries = received(second, 17)
-    assert queries == [b"q" * 1000] * 16 + [b"fails"]
+    queries = received(second, 9)
+    assert queries == [b"q" * 1000] * 8 + [b"fails"]
     second.send(b"does")
     received(first, 1)
-    first.send(b"q" * 60_000, is_query=True)
+    first.send(b"q" * 60_000, about_wait="asks")
     assert received(second, 1) == [b"q" * 60_000]
+
+
+def test_long_answers_keep_no_query_back(pair: tuple[Connection, Connection]) -> None:
+    """Nobody replies to answers: a rank that waits alone asks again all the same."""
+    first, second = pair
+    first.send(b"a" * 60_000, about_wait="answers")
+    first.send(b"more", about_wait="answers")
+    first.send(b"asks", about_wait="asks")
+    assert received(second, 2) == [b"a" * 60_000, b"asks"]
 
 
 def test_a_message_in_the_middle_of_another_one_follows_it(pair: tuple[Connection, Connection]) -> None:

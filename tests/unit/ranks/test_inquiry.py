@@ -30,9 +30,9 @@ class Link:
     def __init__(self, network: "Network", rank: int, other: int) -> None:
         self.network, self.rank, self._from = network, other, rank
 
-    def send(self, message: bytes, *, is_query: bool = False) -> None:
+    def send(self, message: bytes, *, about_wait: str = "") -> None:
         self.network.num_sent[self._from] += 1
-        self.network.kinds[is_query].add(json.loads(message)["kind"])
+        self.network.kinds[bool(about_wait)].add(json.loads(message)["kind"])
         self.network.num_bytes += len(message)
         self.network.longest = max(self.network.longest, len(message))
         self.network.on_its_way.append((self._from, self.rank, message))

@@ -133,6 +133,13 @@ def test_a_rank_that_raises_an_error_of_the_library_leaves_with_it_once(alone: W
     assert alone.left[1].what.startswith(what)
 
 
+def test_a_rank_that_has_left_without_an_error_may_still_evaluate(alone: Watch) -> None:
+    """Its process group may be destroyed before its model is used for the last time."""
+    alone.ring.leave(None)
+    alone.check()
+    assert list(alone.left) == [1]
+
+
 def test_the_end_of_a_rank_is_known_to_models_that_are_made_later() -> None:
     ring = Ring([], rank=1, num_ranks=2)
     ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
