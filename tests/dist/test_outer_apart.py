@@ -1,9 +1,11 @@
 """Replicas that differ, and values that are not finite: every rank is told, and no replica spoils another one."""
 
 import contextlib
+import copy
 import logging
 import warnings
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,16 @@ from support.models import noise
 from support.outer import Reference, loss_of, net, replica, require_equal, same_everywhere, step, train, values_of
 from support.ranks import in_ranks
 from support.sharded import mesh_of
-from undertow import Desync, DistributedDataParallel, NonFiniteGradient, Outer, PlanMismatch, ReplicaMismatch
+from undertow import (
+    Desync,
+    DistributedDataParallel,
+    NonFiniteGradient,
+    Outer,
+    PlanMismatch,
+    ReplicaMismatch,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 
 @pytest.mark.deep
@@ -109,6 +120,37 @@ def test_a_learning_rate_that_waits_for_skipped_steps_is_not_a_difference(skips:
     with replica(net(), Outer(every=4, fragments=2, delay=1)) as ddp:
         train_with_skips(ddp, [torch.optim.AdamW(ddp.parameters(), lr=0.01)], range(20), skips)
         assert ddp.outer.state_dict()["step"] == 20
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("how", some(["save", "copy", "load"], most=2))
+def test_nor_is_it_after(how: str, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        ddp = stack.enter_context(replica(net(), Outer(every=4, fragments=2, delay=1)))
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        train_with_skips(ddp, [optimizer], range(10), [(1, 3)])
+        if how == "save":
+            save_checkpoint(tmp_path / "saved", ddp, optimizer)
+            load_checkpoint(tmp_path / "saved", ddp, optimizer)
+        if how == "copy":
+            of_optimizer, before = optimizer.state_dict(), ddp
+            ddp = stack.enter_context(contextlib.closing(copy.deepcopy(ddp)))
+            before.close()
+            optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+            optimizer.load_state_dict(of_optimizer)
+        if how == "load":
+            ddp.outer.load_state_dict(ddp.outer.state_dict())
+        train_with_skips(ddp, [optimizer], range(10, 20))
+        assert ddp.outer.state_dict()["step"] == 20
+
+
+@pytest.mark.deep
+@in_ranks(4, is_fresh=True)
+def test_ranks_of_one_replica_are_saved_with_the_same_settings(tmp_path: Path) -> None:
+    with mesh_of(2, 2) as mesh, replica(net(), Outer(every=4, fragments=1, delay=0), device_mesh=mesh) as ddp:
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1 if dist.get_rank() < 3 else 0.2)
+        text = text_of(PlanMismatch, lambda: save_checkpoint(tmp_path / "saved", ddp, optimizer))
+    assert " is 0.1 on rank 2, but 0.2 on rank 3\n" in text
 
 
 @pytest.mark.deep

@@ -137,6 +137,7 @@ def add_contents_of_optimizer(
 def contents_of_outer(outer: OuterSync) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns tensors of a file, and values for the index."""
     state = outer.state_dict()
+    del state["skips"]  # every replica continues with the settings of the first one
     tensors = {
         f"{kind}/{name}": local_tensor(value)
         for kind in _OF_OUTER

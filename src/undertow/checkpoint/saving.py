@@ -10,6 +10,7 @@ import hashlib
 import json
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -92,7 +93,7 @@ class Saving:
         digests, tokens, replicas, told_entries = zip(*of_ranks, strict=True)
         entries = list(told_entries)
         entries[self._ranks.rank] = self._own
-        self._require_same_settings(digests)
+        self._require_same_settings(digests, replicas)
         self._token = tokens[0]
         self._of_replicas = _by_replica([replicas[rank] for rank in self._ranks.own])
         self._keep_what_this_rank_stores(entries)
@@ -107,12 +108,18 @@ class Saving:
         of_each = [settings_of(each, names_of, names_of) for each in self._optimizers]
         return text_of(tuple(chain.from_iterable(of_each)))
 
-    def _require_same_settings(self, digests: Sequence[str]) -> None:
-        """Raises PlanMismatch if the settings of some rank have another digest."""
-        found = alike(dict(enumerate(digests)))
-        if len(found) == 1:
+    def _require_same_settings(self, digests: Sequence[str], replicas: Sequence[int]) -> None:
+        """Raises PlanMismatch if the settings of a replica's ranks have different digests.
+
+        Replicas may differ, because their scalers skip different steps.
+        """
+        of_replicas: dict[int, dict[int, str]] = defaultdict(dict)
+        for rank, (replica, digest) in enumerate(zip(replicas, digests, strict=True)):
+            of_replicas[replica][rank] = digest
+        differing = [found for found in map(alike, of_replicas.values()) if len(found) > 1]
+        if not differing:
             return
-        mine = self._settings()
+        found, mine = differing[0], self._settings()
         told = [Alike(one.ranks, self._ranks.from_one(one.ranks[0], mine)) for one in found[:2]]
         others = [Alike(one.ranks, None) for one in found[2:]]
         raise settings_differ([*told, *others], where="save_checkpoint")

@@ -13,7 +13,6 @@ from undertow.engine.checks import has_bits
 from undertow.engine.params import ModuleParams
 from undertow.mesh.local_tensors import local_tensor
 from undertow.outer.facts import MODULO
-from undertow.outer.step_settings import not_on_all
 from undertow.ranks.transport import OwnGroup
 
 _MOST_VALUES = 64  # of a parameter in its sample
@@ -68,7 +67,11 @@ class Frozen:
 
 
 def first_that_differs(group: OwnGroup, mine: Mapping[str, Tensor]) -> str:
-    """Returns the first name with another fingerprint on some rank; every rank calls this."""
-    lines = {f"{int(value)} {name}" for name, value in mine.items()}
-    names = {line.partition(" ")[2] for line in not_on_all(group, lines)}
-    return min(names or mine, default="?")
+    """Returns the first name with another fingerprint on some rank, or that only some ranks have;
+    "?" if the ranks do not tell of one. Every rank calls this."""
+    lines = sorted(f"{int(value)} {name}" for name, value in mine.items())
+    # A rank without a text would not be compared.
+    found = group.watch.ask("\n".join(["fingerprints", *lines]), of=group.names)
+    of_ranks = [set(one.text.splitlines()) for one in found if one.text is not None]
+    differing = of_ranks[0] ^ of_ranks[1] if len(of_ranks) > 1 else set()
+    return min((line.partition(" ")[2] for line in differing), default="?")

@@ -139,7 +139,7 @@ class OuterSync(StepListener):
         are on their way, and the number of the step.
 
         It waits for those exchanges, which changes no value: call it on all ranks after the same
-        step. All ranks have the same state.
+        step. All ranks have the same state, except for the steps that their scalers have skipped.
 
         Raises Desync or ReplicaMismatch on every rank, if ranks differ in an exchange.
         """
@@ -151,7 +151,7 @@ class OuterSync(StepListener):
     @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state of `state_dict`, the same on every rank.
+        """Takes over a state of `state_dict` from the same step on every rank.
 
         The replica's own parameters, and the state of its optimizer, are loaded elsewhere, before
         or after: a load into the module belongs to this state until a step follows.
@@ -420,6 +420,7 @@ class OuterSync(StepListener):
             "step": self._steps.num_steps,
             "num_forwards": self._steps.num_forwards,
             "num_synchronizations": self.num_synchronizations,
+            "skips": self._steps.settings.skips,
             **self._exchanges.fragments.state(),
         }
 
@@ -428,7 +429,7 @@ class OuterSync(StepListener):
         self._exchanges.take(state)
         self._steps.num_steps = state["step"]
         self._steps.num_forwards = state["num_forwards"]
-        self._steps.settings.restart()
+        self._steps.settings.restart(skips=state.get("skips", 0))
         self._has_state = True
 
     def _require_own(self) -> None:

@@ -24,7 +24,7 @@ class StepSettings:
 
     `skips` is the same on ranks whose scalers have skipped the same number of steps of each
     optimizer. Only these ranks are compared: schedulers often wait for a skipped step, so the
-    learning rate of other ranks comes some steps later for the rest of the run.
+    schedule of the others stays some steps behind.
     """
 
     def __init__(self, members: ModuleParams) -> None:
@@ -68,10 +68,10 @@ class StepSettings:
         for step in [step for step in self._of_steps if step[0] <= number]:
             del self._of_steps[step]
 
-    def restart(self) -> None:
-        """Forgets all steps: every rank continues from a saved state."""
+    def restart(self, *, skips: int) -> None:
+        """Forgets all steps: every rank continues from a saved state, with the skips until then."""
         self.exchange_begins()
-        self.skips = 0
+        self.skips = skips
         self._of_steps.clear()
 
     def difference(self, group: OwnGroup, *, where: str) -> PlanMismatch:
@@ -85,7 +85,9 @@ class StepSettings:
         first = () if step is None else self._of_steps.get(step, ())
         # A rank without this step has no settings to tell, and is not compared.
         found = group.watch.ask(text_of(first), of=group.names)
-        self.restart()
+        # The skips stay: a caller may catch the error and train on.
+        self.digest = 0
+        self._of_steps.clear()
         return settings_differ(found, where=where)
 
 
@@ -100,11 +102,3 @@ def _first_that_differs(texts: Iterable[str]) -> tuple[int, int] | None:
         of_steps[number, skips].add(digest)
     differing = [step for step, digests in of_steps.items() if len(digests) > 1]
     return min(differing, default=None)
-
-
-def not_on_all(group: OwnGroup, mine: set[str]) -> set[str]:
-    """Returns the lines that one of two ranks has and the other has not, the lowest ones that
-    differ; every rank calls this, and is not compared if it has no lines."""
-    found = group.watch.ask("\n".join(sorted(mine)), of=group.names)
-    of_ranks = [set(one.text.splitlines()) for one in found if one.text is not None]
-    return of_ranks[0] ^ of_ranks[1] if len(of_ranks) > 1 else set()

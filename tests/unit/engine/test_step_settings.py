@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from undertow.engine.step_settings import (
     written_unlike,
 )
 from undertow.errors import ReplicaMismatch
+from undertow.outer.frozen import first_that_differs
 from undertow.outer.step_settings import StepSettings
 from undertow.ranks.alike import Alike, alike
 
@@ -194,12 +195,11 @@ def test_written_gradients_that_differ_are_no_settings_and_are_told_before_these
     assert written_unlike(settings, where="synchronization 5") is None
 
 
-def told_to_all(of_ranks: Sequence[StepSettings]) -> list[str]:
-    """The error that each replica raises."""
-    num_ranks = len(of_ranks)
+def on_all(num_ranks: int, call: Callable[[int, Any], str]) -> list[str]:
+    """What `call` returns on each rank, given its number and a group in which the ranks ask each other."""
     barrier, texts = threading.Barrier(num_ranks, timeout=30.0), dict[int, str]()
 
-    def difference(rank: int) -> str:
+    def on_rank(rank: int) -> str:
         def ask(text: str, **_: object) -> list[Alike]:
             texts[rank] = text
             barrier.wait()
@@ -207,11 +207,15 @@ def told_to_all(of_ranks: Sequence[StepSettings]) -> list[str]:
             barrier.wait()
             return found
 
-        group: Any = SimpleNamespace(names=range(num_ranks), watch=SimpleNamespace(ask=ask))
-        return str(of_ranks[rank].difference(group, where="here"))
+        return call(rank, SimpleNamespace(names=range(num_ranks), watch=SimpleNamespace(ask=ask)))
 
     with ThreadPoolExecutor(num_ranks) as threads:
-        return list(threads.map(difference, range(num_ranks)))
+        return list(threads.map(on_rank, range(num_ranks)))
+
+
+def told_to_all(of_ranks: Sequence[StepSettings]) -> list[str]:
+    """The error that each replica raises."""
+    return on_all(len(of_ranks), lambda rank, group: str(of_ranks[rank].difference(group, where="here")))
 
 
 def test_a_replica_that_has_skipped_a_step_is_not_blamed_for_the_settings_of_others() -> None:
@@ -223,3 +227,28 @@ def test_a_replica_that_has_skipped_a_step_is_not_blamed_for_the_settings_of_oth
         replicas[0].skip([id(PARAMS[0])])
     for text in told_to_all(replicas):
         assert "\n  here, step 3\n  first difference: lr of group 0 of SGD with 'd' is 0.1 on rank 1, but 0.2 on rank 2\n" in text
+
+
+def test_skipped_steps_still_count_after_settings_that_differ() -> None:
+    """The error may be caught; the learning rates of a schedule that waits differ for good."""
+    replicas = [StepSettings(Mock(names=NAMES)) for _ in range(2)]
+    replicas[0].skip([id(PARAMS[0])])
+    before = [replica.skips for replica in replicas]
+    told_to_all(replicas)
+    assert [replica.skips for replica in replicas] == before
+    assert before[0] != before[1]
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "name"),
+    [
+        ([{"a": 1, "b": 2}, {"a": 1, "b": 3}], "b"),
+        ([{"a": 1, "b": 2}, {"b": 2}], "a"),
+        ([{}, {"b": 2}, {"b": 2}], "b"),
+        ([{"a": 1}, {"a": 1}], "?"),
+    ],
+)
+def test_a_frozen_parameter_that_differs_has_the_same_name_on_every_rank(of_ranks: list[dict[str, int]], name: str) -> None:
+    fingerprints = [{of: torch.tensor(value) for of, value in mine.items()} for mine in of_ranks]
+    found = on_all(len(of_ranks), lambda rank, group: first_that_differs(group, fingerprints[rank]))
+    assert found == [name] * len(of_ranks)
