@@ -108,7 +108,7 @@ def test_settings_are_compared_again_after_as_many_skipped_steps_on_each_replica
         text = text_of(PlanMismatch, lambda: train_with_skips(ddp, [optimizer], range(11, 20)))
     assert text == (
         "ranks step with different settings of an optimizer.\n  exchange of fragment 0, step 12\n"
-        "  first difference: weight_decay of group 0 of AdamW with 'blocks.0.0.bias' is 0.01 on rank 0, 0.11 on rank 1\n"
+        "  first difference: weight_decay of group 0 of AdamW with 'blocks.0.0.bias' is 0.01 on rank 0, but 0.11 on rank 1\n"
         "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of "
         "their losses."
     )
