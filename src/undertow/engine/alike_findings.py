@@ -33,7 +33,8 @@ class AlikeFindings(StepListener):
         if group.num_ranks == 1:
             return found
         # By id: a comparison of tensors would wait for gathers.
-        if all(members.ids.isdisjoint(map(id, params_of(optimizer))) for members in self._members):
+        own = {id(param) for members in self._members for _, param in members.named_params()}
+        if own.isdisjoint(map(id, params_of(optimizer))):
             return found
         device = group.device
         on_any = torch.stack(

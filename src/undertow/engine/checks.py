@@ -7,7 +7,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from undertow.buckets.facts import majority
 from undertow.buckets.fingerprints import fingerprints
 from undertow.config import SyncConfig
 from undertow.engine.agreed_errors import CHANGE_ALIKE, backward_failed
+from undertow.engine.compiled import CompiledPlan
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.nonfinite import NonFinite, found_alone, found_by_any
 from undertow.engine.round import Round, RoundKind
@@ -47,7 +48,7 @@ _PLACES_MAY_HAVE_STEPPED = (
     "Ranks at other places of the mesh may have made the step. Find the cause in the log of that "
     "rank, and restart from a checkpoint."
 )
-# Waits for a comparison, and returns its error.
+# Waits for a comparison, once, and returns its error.
 _Sent = Callable[[], UndertowError | None]
 
 
@@ -172,8 +173,6 @@ class Checks:
         self._do_places_stop = not has_replicas
         self._current_plan = current_plan
         self.sent: list[_Sent] = []  # comparisons whose errors are not raised yet
-        # waits for the last reports of all places of a mesh; None once they are heard
-        self._hear_last: Callable[[], _Sent | None] | None = None
 
     def are_compared(self, number: int) -> bool:
         """Returns True if parameters are compared at the end of synchronization `number`."""
@@ -200,7 +199,7 @@ class Checks:
         Starts a comparison of parameters if one is due.
         """
         if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
-            self.sent.append(self._send(ended))
+            self.sent.append(cache(self._send(ended)))
             self.loads.settle(ended.terms.number)
 
     @torch.no_grad()
@@ -258,19 +257,16 @@ class Checks:
         received = group.everyone.all_gather(
             torch.tensor(told, dtype=torch.int64, device=device), _PLACES
         )
-        heard = cache(
-            partial(
-                self._hear_places,
-                order,
-                received,
-                number,
-                params=compiled.at_all_places,
-                is_sound=is_sound,
-                then=then,
-            )
+        heard = partial(
+            self._hear_places,
+            order,
+            received,
+            number,
+            compiled=compiled,
+            is_sound=is_sound,
+            then=then,
         )
-        self._hear_last = heard
-        self.sent.append(partial(_error_of_places, heard))
+        self.sent.append(cache(heard))
 
     def _hear_places(
         self,
@@ -278,41 +274,32 @@ class Checks:
         received: Handle,
         number: int,
         *,
-        params: Sequence[dict[str, Any]],
+        compiled: CompiledPlan,
         is_sound: bool,
         then: Callable[..., object] | None,
-    ) -> _Sent | None:
-        """Waits for the reports of all places. Returns what makes their error, on all ranks of the
-        mesh together, or None."""
+    ) -> UndertowError | None:
         group = self._current_plan.group
         rows = [_PlaceReport(*row) for row in received.result().tolist()]
-        self._hear_last = None
         if self._do_places_stop:
             self.stop.told_elsewhere(is_told=any(row.is_stopping for row in rows))
         failed = [rank for rank, row in enumerate(rows) if row.has_failed]
-        differ: _Sent | None = None
-        if failed and is_sound:
-            where = f"synchronization {number}, rank {group.name}"
-            differ = partial(backward_failed, failed, where=where)
-        elif not failed and len({row.params for row in rows}) > 1:
+        error: UndertowError | None = None
+        if not failed:
             digests = [f"{row.params:08x}" for row in rows]
-            differ = partial(unlike_places, group.everyone, params, digests, remedy=CHANGE_ALIKE)
-        elif not failed:
-            axis = _axis_in_other_order(rows)
-            if axis is not None:
-                differ = partial(_other_order, group.everyone, order, rows, number, axis=axis)
+            error = unlike_places(
+                group.everyone, compiled.at_all_places, digests, remedy=CHANGE_ALIKE
+            ) or _other_order(group.everyone, order, rows, number)
+        elif is_sound:
+            where = f"synchronization {number}, rank {group.name}"
+            error = backward_failed(failed, where=where)
         if then is not None:
-            then(is_sound=not failed and differ is None)
-        return differ
+            then(is_sound=not failed and error is None)
+        return error
 
     def hear(self) -> None:
-        """Waits for the last reports of all places of a mesh, also inside a backward.
-
-        Errors are left to `require_alike`: ranks gather what differs, and may be in different
-        models.
-        """
-        if self._hear_last is not None:
-            self._hear_last()
+        """Waits for the comparisons in flight; `require_alike` raises their errors."""
+        for each in self.sent:
+            each()
 
     def require_alike(self) -> None:
         """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ.
@@ -360,34 +347,22 @@ def digest_of_names(names: Iterable[str]) -> int:
     return zlib.crc32("\n".join(names).encode())
 
 
-def _error_of_places(heard: Callable[[], _Sent | None]) -> UndertowError | None:
-    differ = heard()
-    return None if differ is None else differ()
-
-
-def _axis_in_other_order(rows: Sequence[_PlaceReport]) -> int | None:
-    """Returns the first axis on whose ranks gradients have arrived in different orders."""
+def _other_order(
+    everyone: OwnGroup, order: Sequence[str], rows: Sequence[_PlaceReport], number: int
+) -> Desync | None:
+    """Returns the error if gradients have arrived in different orders on ranks of one axis: the
+    same on every rank of the mesh."""
     orders: dict[int, set[int]] = defaultdict(set)
     for row in rows:
         orders[row.axis].add(row.order)
-    return next((axis for axis, found in orders.items() if len(found) > 1), None)
-
-
-def _other_order(
-    everyone: OwnGroup,
-    order: Sequence[str],
-    rows: Sequence[_PlaceReport],
-    number: int,
-    *,
-    axis: int,
-) -> Desync:
-    """Returns the error of gradients that have arrived in different orders on ranks of `axis`: the
-    same on every rank of the mesh, which all call this."""
+    unlike = [axis for axis, found in orders.items() if len(found) > 1]
+    if not unlike:
+        return None
     described = gather_json(everyone, order, waits_for=_PLACES)
     listed_by_rank = "".join(
         f"\n  rank {rank}: {', '.join(map(repr, described[rank])) or 'none'}"
         for rank, row in enumerate(rows)
-        if row.axis == axis
+        if row.axis == unlike[0]
     )
     return Desync(
         "gradients have arrived in different orders on ranks of a tensor-parallel axis: partial "

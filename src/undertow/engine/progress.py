@@ -1,6 +1,6 @@
 """The state of an engine that outlives a round."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import IntEnum, auto
 from itertools import chain
 from operator import itemgetter
@@ -104,7 +104,7 @@ class Steps:
         """
         return digest_of(self.settings) if self.settings else None
 
-    def are_due_for(self, params: Iterable[int]) -> bool:
+    def are_due_for(self, params: Collection[int]) -> bool:
         """Returns True if these parameters, by id, have not stepped on the last round's result
         yet."""
         return self._params is not None and self._params.isdisjoint(params)
@@ -230,7 +230,7 @@ class Progress:
         same on every rank. `is_stepping`: called within its step."""
         if is_stepping and self.round_to_step_on is not None:
             return True
-        return self.steps.are_due_for(map(id, params_of(optimizer)))
+        return self.steps.are_due_for(set(map(id, params_of(optimizer))))
 
     def join_ends(self) -> None:
         """Called when all ranks contribute again, and are at the same place as before the first

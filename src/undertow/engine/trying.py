@@ -78,8 +78,7 @@ class Trying:
         return NUM_STEPS_COUNTED + (NUM_FIRST_STEPS if is_first_in_format else 0)
 
     def round_ends(self, num_forwards: int) -> Plan | None:
-        """Called at the end of a sound round, after so many training forwards. On a mesh the round
-        before it was sound, and is counted now.
+        """Called at the end of a sound round, after so many training forwards.
 
         Returns the plan of the next window in the round after the last one of a window, when the
         times of all ranks have arrived.
