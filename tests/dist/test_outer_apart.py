@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import logging
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from support.alike import heard
 from support.errors import text_of
 from support.inside import leave_unread
 from support.levels import some
@@ -314,27 +314,10 @@ def test_skip_leaves_such_replicas_out_of_the_mean(wire: str | None, delay: int)
         assert "left out" in str(ddp.report())
 
 
-class Told(logging.Handler):
-    """Keeps the reports of Undertow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @pytest.mark.deep
 @in_ranks(2)
 def test_a_replica_that_is_left_out_for_good_is_told_ever_more_rarely() -> None:
-    told = Told()
-    logging.getLogger("undertow").addHandler(told)
-    with (
-        contextlib.ExitStack() as stack,
-        replica(net(), Outer(every=1, fragments=1, delay=0), nonfinite="skip") as ddp,
-    ):
-        stack.callback(logging.getLogger("undertow").removeHandler, told)
+    with heard() as told, replica(net(), Outer(every=1, fragments=1, delay=0), nonfinite="skip") as ddp:
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         train(ddp, optimizer, range(1))
         if dist.get_rank() == 1:
@@ -350,7 +333,7 @@ def test_a_replica_that_is_left_out_for_good_is_told_ever_more_rarely() -> None:
         f"{first} Exchanges like this so far: 2.\n  exchange of fragment 0, after step 3",
         f"{first} Exchanges like this so far: 4.\n  exchange of fragment 0, after step 5",
     ]
-    assert told.texts == (wanted if dist.get_rank() == 0 else [])
+    assert told == (wanted if dist.get_rank() == 0 else [])
 
 
 @pytest.mark.deep

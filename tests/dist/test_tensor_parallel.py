@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import logging
 import os
 import random
 import signal
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from support.alike import heard
 from support.errors import text_of
 from support.inside import gathers_of_checkpoints, ranks_that_choose, rounds_with_late_gradients
 from support.levels import some
@@ -889,9 +889,7 @@ WRONG_GRADIENTS: dict[str, tuple[Callable[[DeviceMesh, Any], None], str]] = {
 def test_a_gradient_that_one_rank_cannot_use_is_an_error_on_every_rank(what: str) -> None:
     """Its process lives on, and so nothing else tells the others of it."""
     spoil, text = WRONG_GRADIENTS[what]
-    told = Told()
-    logging.getLogger("undertow").addHandler(told)
-    with on_mesh(stall_timeout_s=60.0) as (mesh, model, _):
+    with heard() as told, on_mesh(stall_timeout_s=60.0) as (mesh, model, _):
         rank, batch = dist.get_rank(), tokens(0, mesh["dp"].get_local_rank())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -909,18 +907,7 @@ def test_a_gradient_that_one_rank_cannot_use_is_an_error_on_every_rank(what: str
         named = f"rank 3 has failed: undertow.errors.ConfigError: {text}"
         assert text_of(PeerFailed, train).startswith(named)
         # If a rank waits in torch, the error of the transport stays, and the library tells the reason beside it.
-        assert text in "\n".join([str(caught.value), *told.texts])
-
-
-class Told(logging.Handler):
-    """What the library has told in this process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        assert text in "\n".join([str(caught.value), *told])
 
 
 def clear(param: Tensor) -> None:

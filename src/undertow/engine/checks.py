@@ -284,11 +284,13 @@ class Checks:
             self.stop.told_elsewhere(is_told=any(row.is_stopping for row in rows))
         failed = [rank for rank, row in enumerate(rows) if row.has_failed]
         error: UndertowError | None = None
-        if not failed:
+        if not failed and len({row.params for row in rows}) > 1:
             digests = [f"{row.params:08x}" for row in rows]
             error = unlike_places(
                 group.everyone, compiled.at_all_places, digests, remedy=CHANGE_ALIKE
-            ) or _other_order(group.everyone, order, rows, number)
+            )
+        elif not failed:
+            error = _other_order(group.everyone, order, rows, number)
         elif is_sound:
             where = f"synchronization {number}, rank {group.name}"
             error = backward_failed(failed, where=where)
