@@ -282,7 +282,7 @@ def demo_ranks(target: Callable[..., None]) -> AbstractContextManager[object]:
 # Calls inside of the library between which tests need a point, with the name that they have in tests.
 _STAGES = ((PostedMessages, "_advance"), (ThreadWork, "run"))
 INNER_CALLS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "connection": ((private, "new_group"),),
+    "connection": ((process_groups, "new_group"),),
     "construction": ((undertow.sync.group_sync, "broadcast_in_place"),),
     "buffers": ((undertow.sync.group_sync, "synchronize_buffers"),),
     "mean": ((MeanOverRanks, "_start"),),
