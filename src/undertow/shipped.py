@@ -9,7 +9,8 @@ from pathlib import Path
 _DATA = Path(__file__).parent / "data"
 _DOCS = _DATA / "docs"
 _PROFILES = _DATA / "profiles"
-_SECTIONS = ("", "integrations", "migration", "design")  # folders of the documentation
+# folders of the documentation
+_SECTIONS = ("", "integrations", "migration", "reference", "design")
 
 
 def pages() -> dict[str, Path]:

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from undertow.errors import (
@@ -41,6 +43,8 @@ from undertow.ranks.answers import (
 
 _log = logging.getLogger("undertow")
 _NUM_FRAMES = 12
+# folders of torch and Undertow
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _LEFT = "has left"
 _STATE = "every rank must call"  # in the name of a wait
 # By a part of the name of a wait: the remedy if it is for a call that one rank alone often makes.
@@ -337,12 +341,20 @@ def frames_of(thread: int) -> list[FrameType]:
 
 def stack_lines(frames: Sequence[FrameType]) -> list[str]:
     """Returns file, line and function of the innermost frames, without values (maybe secret) or
-    source (maybe stale)."""
+    source (maybe stale).
+
+    Of the frames of torch and Undertow only the innermost of all: the script's lines tell more.
+    """
+    told = [frame for frame in frames[:-1] if not _is_of_library(frame)] + [*frames[-1:]]
     return [
         f"{os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])}, line {frame.f_lineno}, in "
         f"{frame.f_code.co_name}"[:200]
-        for frame in frames[-_NUM_FRAMES:]
+        for frame in told[-_NUM_FRAMES:]
     ]
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def fault_from(message: Mapping[str, Any]) -> Fault:

@@ -312,6 +312,23 @@ def test_a_stack_has_places_and_no_values() -> None:
     assert len(lines) <= 12
 
 
+def test_a_stack_shows_the_script_and_not_the_library_around_it() -> None:
+    """It waits in torch: the line of the script is many frames away."""
+    told: list[str] = []
+
+    class Waits(nn.Module):
+        def forward(self) -> None:
+            told.extend(faults.stack_lines(faults.frames_of(threading.get_ident())[:-2]))
+
+    inner = nn.Sequential()
+    inner.forward = lambda: Waits()()  # type: ignore[assignment]
+    inner()
+    assert not any(", in _call_impl" in line for line in told[:-1])
+    assert told[-1].endswith(", in _call_impl")
+    assert told[-2].endswith(", in <lambda>")
+    assert told[-3].endswith(", in test_a_stack_shows_the_script_and_not_the_library_around_it")
+
+
 @pytest.mark.parametrize("broken", [{}, {"lacked": [], "entries": [[3, "", "here", [], "x", 0]], "calls": [], "still": []}])
 def test_what_is_no_answer_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises((KeyError, ValueError)):

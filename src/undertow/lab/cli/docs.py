@@ -1,12 +1,19 @@
 """Implements `undertow docs`; needs no other package, so that every installation can read."""
 
 import argparse
+import inspect
 import os
+import pydoc
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FunctionType
 
 from undertow.errors import ConfigError, require, suggestion
 from undertow.shipped import page_title, pages
+
+# of mkdocstrings, with its options
+_DIRECTIVE = re.compile(r"^::: (\S+)(?:\n .*)*", re.MULTILINE)
 
 
 def show_docs(arguments: Sequence[str]) -> None:
@@ -31,7 +38,33 @@ def _page_text(name: str) -> str:
             f"there is no page {name!r}.",
             remedy=suggestion(name, known, instead="`undertow docs` lists all pages."),
         )
-    return path.read_text(encoding="utf-8").rstrip("\n")
+    text = path.read_text(encoding="utf-8").rstrip("\n")
+    return _DIRECTIVE.sub(_docstrings, text)
+
+
+def _docstrings(directive: re.Match[str]) -> str:
+    """Returns what the site has in place of a directive: signatures and docstrings of a name and,
+    if it is a class, of its public members."""
+    name = directive[1]
+    return "\n\n".join(_entries(name, pydoc.locate(name)))
+
+
+def _entries(name: str, documented: object) -> Iterator[str]:
+    yield _entry(f"## {name}", documented)
+    if not inspect.isclass(documented):
+        return
+    for member, value in vars(documented).items():
+        if not member.startswith("_") and isinstance(value, (FunctionType, property)):
+            yield _entry(f"### {name}.{member}", value)
+
+
+def _entry(heading: str, documented: object) -> str:
+    text = inspect.getdoc(documented) or ""
+    if not isinstance(
+        documented, type | FunctionType
+    ):  # a module, a property or an alias of a type
+        return f"{heading}\n\n{text}"
+    return f"{heading}\n\n    {inspect.signature(documented)}\n\n{text}"
 
 
 def _list_text() -> str:

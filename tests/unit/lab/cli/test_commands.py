@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import io
 import json
 import re
@@ -153,7 +154,18 @@ def test_all_pages_are_listed_with_their_titles(undertow: Undertow) -> None:
     code, listed, _ = undertow("docs")
     rows = dict(re.split(" {2,}", line, maxsplit=1) for line in listed.splitlines())
     assert (code, rows["reliability"], rows["migration/torch-ddp"]) == (0, "Faults and restart", "From torch DDP")
-    assert set(rows) == {name_of(path)[5:-3] for path in DOCS if path.parent.name != "reference"}
+    assert set(rows) == {name_of(path)[5:-3] for path in DOCS}
+
+
+def test_a_page_of_the_reference_has_signatures_and_docstrings(undertow: Undertow) -> None:
+    """On the site they are in the place of the page's directives."""
+    code, page, _ = undertow("docs reference/settings")
+    assert code == 0
+    assert "## undertow.Outer\n\n    (*, every: int" in page
+    assert "stall_timeout_s: float = 300.0" in page
+    assert inspect.getdoc(errors.Desync) in page
+    assert not any(line.startswith(":::") for line in page.splitlines())
+    assert "### undertow.GradientSync.report\n\n    (self) -> " in undertow("docs reference/training").out
 
 
 def test_a_page_that_does_not_exist_is_refused(undertow: Undertow) -> None:
