@@ -818,9 +818,11 @@ def format_at_all_places(model: DistributedDataParallel) -> str:
     return str(model.plan.wires[0])
 
 
-# Synchronizations of a step, by the first of them. After all but the last of a step some ranks look: then, of synchronization 1,
-# rank 0's order is sent, and 8 the times of all ranks. A window of a trial ends with 15, and one in int8 with 27; the plan moves.
-SYNCHRONIZATIONS = {1: 2, 8: 2, 15: 3, 27: 3}
+# Synchronizations of a step, by the first of them. Between the two some ranks look. Of synchronization 1 rank 0's order is sent
+# then, of 8 the times of all ranks, and of 15 those of a window. That window begins again: it times 16 too, which follows no
+# forward. The plan moves to int8 when 24 ends, and back when 36 does.
+SYNCHRONIZATIONS = {1: 2, 8: 2, 15: 2, 23: 2, 35: 2}
+FORMATS = ["None"] * 23 + ["int8"] * 12 + ["None"] * 2  # after each
 
 
 @pytest.mark.deep
@@ -832,7 +834,7 @@ def test_a_look_on_some_ranks_between_two_synchronizations_moves_no_plan_there(w
     with on_mesh(wire="auto", check_replicas_every=3, stall_timeout_s=30.0) as (mesh, model, _):
         optimizer, formats = torch.optim.SGD(model.parameters(), lr=0.1), list[str]()
         number = 1
-        while number <= 30:
+        while number <= len(FORMATS):
             batch = tokens(number, mesh["dp"].get_local_rank())
             loss, num_left = model(batch), SYNCHRONIZATIONS.get(number, 1)
             while num_left > 0:
@@ -843,8 +845,7 @@ def test_a_look_on_some_ranks_between_two_synchronizations_moves_no_plan_there(w
                     look(model, batch)
             optimizer.step()
             optimizer.zero_grad()
-        assert "int8" in formats
-        assert formats[-1] == "None"
+        assert formats == FORMATS
 
 
 @pytest.mark.deep
