@@ -716,6 +716,32 @@ def test_a_difference_on_some_ranks_is_told_to_all_places(what: str) -> None:
         assert time.monotonic() - start_s < 60  # else it is the stall timeout that ends a wait
 
 
+@pytest.mark.deep
+@in_ranks(4, is_fresh=True, timeout_s=240.0)
+def test_differences_in_two_models_are_told_after_a_backward_that_reaches_them_in_other_orders() -> None:
+    """Inside of it, one rank would gather the first model's difference, and another one the second model's."""
+    with mesh_of_four() as mesh:
+        replica = mesh["dp"].get_local_rank()
+        config = SyncConfig(stall_timeout_s=20.0)
+        models = [DistributedDataParallel(gpt(mesh), device_mesh=mesh["dp"], config=config) for _ in range(2)]
+        optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+
+        def loss_of(step: int) -> Tensor:
+            turned = models[::-1] if step == replica == 1 else models
+            first, second = (model(tokens(step, replica)) for model in turned)
+            return first + second
+
+        loss_of(0).backward()
+        optimizer.step()
+        if mesh["tp"].get_local_rank() == 0:
+            for model in models:
+                frozen(model, optimizer)
+        loss = loss_of(1)
+        for _ in range(2):  # the second one hears of the first one
+            loss.backward(retain_graph=True)
+        assert "blocks.1.mlp.up.weight" in text_of(PlanMismatch, optimizer.step)
+
+
 def step_that_fails(
     net: nn.Module,
     optimizer: torch.optim.Optimizer,
