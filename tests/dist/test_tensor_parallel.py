@@ -815,6 +815,25 @@ def test_ranks_at_another_place_are_told_of_a_backward_that_has_failed_before_th
         assert are_same(model.module, bare)
 
 
+@pytest.mark.deep
+@ON_A_MESH
+def test_a_step_is_left_out_at_all_places_if_the_first_of_two_synchronizations_has_failed_at_one() -> None:
+    """The other place hears of it after the second one, which is sound."""
+    with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
+        rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(tokens(0, mesh["dp"].get_local_rank()))
+        is_told = rank % 2 == 0
+        hook = model.module.embedding.weight.register_hook(stop) if rank == 2 else None
+        with pytest.raises((Stop, PeerFailed)) if is_told else contextlib.nullcontext():
+            loss.backward(retain_graph=True)
+        if hook is not None:
+            hook.remove()
+        loss.backward()
+        text = text_of(PhaseError if is_told else PeerFailed, optimizer.step)
+        assert text.startswith("the last backward or synchronization failed" if is_told else "backward failed on rank 2.")
+        assert are_same(model.module, bare)
+
+
 def look_at_a_gradient(model: DistributedDataParallel, _: Tensor) -> None:
     assert model.full_gradient(model.module.embedding.weight) is not None
 

@@ -227,6 +227,8 @@ class Rounds:
             return  # `_give_up` reports it
         self._progress.gradients = Gradients.SOUND
         if self._is_on_mesh:
+            # After that: it may hear that the round before has failed. Then the other places leave
+            # this step out.
             self._report_to_places(ended, is_sound=True)
         if self._checks.every is not None or found.readings:
             self._checks.round_was_sound(ended)
