@@ -716,6 +716,32 @@ def test_a_difference_on_some_ranks_is_told_to_all_places(what: str) -> None:
         assert time.monotonic() - start_s < 60  # else it is the stall timeout that ends a wait
 
 
+@pytest.mark.deep
+@in_ranks(4, is_fresh=True, timeout_s=240.0)
+def test_differences_in_two_models_are_told_after_a_backward_that_reaches_them_in_other_orders() -> None:
+    """Inside of it, one rank would gather the first model's difference, and another one the second model's."""
+    with mesh_of_four() as mesh:
+        replica = mesh["dp"].get_local_rank()
+        config = SyncConfig(stall_timeout_s=20.0)
+        models = [DistributedDataParallel(gpt(mesh), device_mesh=mesh["dp"], config=config) for _ in range(2)]
+        optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
+
+        def loss_of(step: int) -> Tensor:
+            turned = models[::-1] if step == replica == 1 else models
+            first, second = (model(tokens(step, replica)) for model in turned)
+            return first + second
+
+        loss_of(0).backward()
+        optimizer.step()
+        if mesh["tp"].get_local_rank() == 0:
+            for model in models:
+                frozen(model, optimizer)
+        loss = loss_of(1)
+        for _ in range(2):  # the second one hears of the first one
+            loss.backward(retain_graph=True)
+        assert "blocks.1.mlp.up.weight" in text_of(PlanMismatch, optimizer.step)
+
+
 def step_that_fails(
     net: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -789,6 +815,25 @@ def test_ranks_at_another_place_are_told_of_a_backward_that_has_failed_before_th
         assert are_same(model.module, bare)
 
 
+@pytest.mark.deep
+@ON_A_MESH
+def test_a_step_is_left_out_at_all_places_if_the_first_of_two_synchronizations_has_failed_at_one() -> None:
+    """The other place hears of it after the second one, which is sound."""
+    with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
+        rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(tokens(0, mesh["dp"].get_local_rank()))
+        is_told = rank % 2 == 0
+        hook = model.module.embedding.weight.register_hook(stop) if rank == 2 else None
+        with pytest.raises((Stop, PeerFailed)) if is_told else contextlib.nullcontext():
+            loss.backward(retain_graph=True)
+        if hook is not None:
+            hook.remove()
+        loss.backward()
+        text = text_of(PhaseError if is_told else PeerFailed, optimizer.step)
+        assert text.startswith("the last backward or synchronization failed" if is_told else "backward failed on rank 2.")
+        assert are_same(model.module, bare)
+
+
 def look_at_a_gradient(model: DistributedDataParallel, _: Tensor) -> None:
     assert model.full_gradient(model.module.embedding.weight) is not None
 
@@ -818,9 +863,11 @@ def format_at_all_places(model: DistributedDataParallel) -> str:
     return str(model.plan.wires[0])
 
 
-# Synchronizations of a step, by the first of them. After all but the last of a step some ranks look: then, of synchronization 1,
-# rank 0's order is sent, and 8 the times of all ranks. A window of a trial ends with 15, and one in int8 with 27; the plan moves.
-SYNCHRONIZATIONS = {1: 2, 8: 2, 15: 3, 27: 3}
+# Synchronizations of a step, by the first of them. Between the two some ranks look. Of synchronization 1 rank 0's order is sent
+# then, of 8 the times of all ranks, and of 15 those of a window. That window begins again: it times 16 too, which follows no
+# forward. The plan moves to int8 when 24 ends, and back when 36 does.
+SYNCHRONIZATIONS = {1: 2, 8: 2, 15: 2, 23: 2, 35: 2}
+FORMATS = ["None"] * 23 + ["int8"] * 12 + ["None"] * 2  # after each
 
 
 @pytest.mark.deep
@@ -832,7 +879,7 @@ def test_a_look_on_some_ranks_between_two_synchronizations_moves_no_plan_there(w
     with on_mesh(wire="auto", check_replicas_every=3, stall_timeout_s=30.0) as (mesh, model, _):
         optimizer, formats = torch.optim.SGD(model.parameters(), lr=0.1), list[str]()
         number = 1
-        while number <= 30:
+        while number <= len(FORMATS):
             batch = tokens(number, mesh["dp"].get_local_rank())
             loss, num_left = model(batch), SYNCHRONIZATIONS.get(number, 1)
             while num_left > 0:
@@ -843,8 +890,7 @@ def test_a_look_on_some_ranks_between_two_synchronizations_moves_no_plan_there(w
                     look(model, batch)
             optimizer.step()
             optimizer.zero_grad()
-        assert "int8" in formats
-        assert formats[-1] == "None"
+        assert formats == FORMATS
 
 
 @pytest.mark.deep

@@ -33,8 +33,8 @@ class AlikeFindings(StepListener):
         if group.num_ranks == 1:
             return found
         # By id: a comparison of tensors would wait for gathers.
-        own = {id(param) for members in self._members for _, param in members.named_params()}
-        if own.isdisjoint(map(id, params_of(optimizer))):
+        stepped = set(map(id, params_of(optimizer)))
+        if not any(members.has_any_of(stepped) for members in self._members):
             return found
         device = group.device
         on_any = torch.stack(

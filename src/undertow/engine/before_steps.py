@@ -160,7 +160,7 @@ class BeforeSteps(StepListener):
         comparisons. One rank alone must not: ranks that find a difference gather its values.
         """
         ids = set(map(id, params))
-        if self._engine.is_closed or not self._current_plan.owns_any(ids):
+        if self._engine.is_closed or not self._current_plan.members.has_any_of(ids):
             return
         self._finish_rounds(ids, None)
         if is_by_all:
@@ -230,7 +230,7 @@ class BeforeSteps(StepListener):
         params = set(compress(map(id, stepped), map(isinstance, stepped, repeat(nn.Parameter))))
         if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
             params |= self._current_plan.members.ids & set(map(id, stepped))
-        if self._engine.is_closed or not self._current_plan.owns_any(params):
+        if self._engine.is_closed or not self._current_plan.members.has_any_of(params):
             return None
         return params
 

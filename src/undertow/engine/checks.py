@@ -48,7 +48,7 @@ _PLACES_MAY_HAVE_STEPPED = (
     "Ranks at other places of the mesh may have made the step. Find the cause in the log of that "
     "rank, and restart from a checkpoint."
 )
-# Waits for a comparison, once, and returns its error.
+# Waits for a comparison, and returns its error. Ranks that find a difference gather its cause.
 _Sent = Callable[[], UndertowError | None]
 
 
@@ -173,6 +173,8 @@ class Checks:
         self._do_places_stop = not has_replicas
         self._current_plan = current_plan
         self.sent: list[_Sent] = []  # comparisons whose errors are not raised yet
+        # waits for the last reports of all places of a mesh; None once they are heard
+        self._hear_last: Callable[[], object] | None = None
 
     def are_compared(self, number: int) -> bool:
         """Returns True if parameters are compared at the end of synchronization `number`."""
@@ -199,7 +201,7 @@ class Checks:
         Starts a comparison of parameters if one is due.
         """
         if self.loads.are_told_by_all(ended) or self.are_compared(ended.terms.number):
-            self.sent.append(cache(self._send(ended)))
+            self.sent.append(self._send(ended))
             self.loads.settle(ended.terms.number)
 
     @torch.no_grad()
@@ -257,51 +259,56 @@ class Checks:
         received = group.everyone.all_gather(
             torch.tensor(told, dtype=torch.int64, device=device), _PLACES
         )
-        heard = partial(
-            self._hear_places,
-            order,
-            received,
-            number,
-            compiled=compiled,
-            is_sound=is_sound,
-            then=then,
-        )
-        self.sent.append(cache(heard))
+        heard = cache(partial(self._hear_places, received, then))
+        self._hear_last = heard
+        error = partial(self._error_of_places, heard, order, number, compiled, is_sound=is_sound)
+        self.sent.append(error)
 
     def _hear_places(
-        self,
-        order: Sequence[str],
-        received: Handle,
-        number: int,
-        *,
-        compiled: CompiledPlan,
-        is_sound: bool,
-        then: Callable[..., object] | None,
-    ) -> UndertowError | None:
-        group = self._current_plan.group
+        self, received: Handle, then: Callable[..., object] | None
+    ) -> list[_PlaceReport]:
+        """Waits for the reports of all places, and tells if they are sound.
+
+        Sends nothing: it runs inside a backward too.
+        """
         rows = [_PlaceReport(*row) for row in received.result().tolist()]
+        self._hear_last = None
         if self._do_places_stop:
             self.stop.told_elsewhere(is_told=any(row.is_stopping for row in rows))
-        failed = [rank for rank, row in enumerate(rows) if row.has_failed]
-        error: UndertowError | None = None
-        if not failed and len({row.params for row in rows}) > 1:
-            digests = [f"{row.params:08x}" for row in rows]
-            error = unlike_places(
-                group.everyone, compiled.at_all_places, digests, remedy=CHANGE_ALIKE
-            )
-        elif not failed:
-            error = _other_order(group.everyone, order, rows, number)
-        elif is_sound:
-            where = f"synchronization {number}, rank {group.name}"
-            error = backward_failed(failed, where=where)
         if then is not None:
-            then(is_sound=not failed and error is None)
-        return error
+            then(is_sound=_are_sound(rows))
+        return rows
+
+    def _error_of_places(
+        self,
+        heard: Callable[[], Sequence[_PlaceReport]],
+        order: Sequence[str],
+        number: int,
+        compiled: CompiledPlan,
+        *,
+        is_sound: bool,
+    ) -> UndertowError | None:
+        """Returns the error of the reports of all places; a collective call if parameters or orders
+        differ."""
+        group, rows = self._current_plan.group, heard()
+        failed = [rank for rank, row in enumerate(rows) if row.has_failed]
+        if failed:
+            where = f"synchronization {number}, rank {group.name}"
+            return backward_failed(failed, where=where) if is_sound else None
+        if _have_other_params(rows):
+            digests = [f"{row.params:08x}" for row in rows]
+            described = compiled.at_all_places
+            return unlike_places(group.everyone, described, digests, remedy=CHANGE_ALIKE)
+        return _other_order(group.everyone, order, rows, number)
 
     def hear(self) -> None:
-        """Waits for the comparisons in flight; `require_alike` raises their errors."""
-        for each in self.sent:
-            each()
+        """Waits for the last reports of all places of a mesh, also inside a backward.
+
+        `require_alike` raises their errors. Ranks gather what differs, and inside a backward they
+        may be in different models.
+        """
+        if self._hear_last is not None:
+            self._hear_last()
 
     def require_alike(self) -> None:
         """Waits for comparisons; raises, on every rank, ReplicaMismatch if parameters differ.
@@ -349,22 +356,37 @@ def digest_of_names(names: Iterable[str]) -> int:
     return zlib.crc32("\n".join(names).encode())
 
 
+def _have_other_params(rows: Sequence[_PlaceReport]) -> bool:
+    return len({row.params for row in rows}) > 1
+
+
+def _axis_in_other_order(rows: Sequence[_PlaceReport]) -> int | None:
+    """Returns the first axis on whose ranks gradients have arrived in different orders."""
+    orders: dict[int, set[int]] = defaultdict(set)
+    for row in rows:
+        orders[row.axis].add(row.order)
+    return next((axis for axis, found in orders.items() if len(found) > 1), None)
+
+
+def _are_sound(rows: Sequence[_PlaceReport]) -> bool:
+    """Returns True if none of these reports causes an error; the same on every rank."""
+    has_failed = any(row.has_failed for row in rows)
+    return not has_failed and not _have_other_params(rows) and _axis_in_other_order(rows) is None
+
+
 def _other_order(
     everyone: OwnGroup, order: Sequence[str], rows: Sequence[_PlaceReport], number: int
 ) -> Desync | None:
     """Returns the error if gradients have arrived in different orders on ranks of one axis: the
-    same on every rank of the mesh."""
-    orders: dict[int, set[int]] = defaultdict(set)
-    for row in rows:
-        orders[row.axis].add(row.order)
-    unlike = [axis for axis, found in orders.items() if len(found) > 1]
-    if not unlike:
+    same on every rank of the mesh. A collective call if they have."""
+    axis = _axis_in_other_order(rows)
+    if axis is None:
         return None
     described = gather_json(everyone, order, waits_for=_PLACES)
     listed_by_rank = "".join(
         f"\n  rank {rank}: {', '.join(map(repr, described[rank])) or 'none'}"
         for rank, row in enumerate(rows)
-        if row.axis == unlike[0]
+        if row.axis == axis
     )
     return Desync(
         "gradients have arrived in different orders on ranks of a tensor-parallel axis: partial "

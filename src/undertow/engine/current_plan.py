@@ -140,11 +140,6 @@ class CurrentPlan:
             self.require_alike(compiled.plan, compiled.params, compiled.reducer)
             self.members.read_again()
 
-    def owns_any(self, params: set[int]) -> bool:
-        """Returns True if one of these parameters, by id, is the module's, trained or not."""
-        # Called by every optimizer's step; there may be an optimizer for each parameter.
-        return not self.members.ids.isdisjoint(params) or self.members.has_new_of(params)
-
     def find_change_at_forward(self) -> None:
         """Called by a forward.
 

@@ -175,6 +175,11 @@ class ModuleParams:
         added = (param for param in self._seen.present() if id(param) not in known)
         return not all(isinstance(param, nn.Parameter) for param in added)
 
+    def has_any_of(self, params: set[int]) -> bool:
+        """Returns True if one of these parameters, by id, is the module's, trained or not."""
+        # Called by every optimizer's step; there may be an optimizer for each parameter.
+        return not self.ids.isdisjoint(params) or self.has_new_of(params)
+
     def has_new_of(self, tensors: set[int]) -> bool:
         """Returns True if one of these (by id) was added, or unfrozen, in a change that has not
         been looked at yet."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import assert_never
 
 from undertow.buckets.bucket import gradients_aside
@@ -50,8 +49,8 @@ class Rounds:
         self._recorder, self._end = recorder, end
         self._is_on_mesh = current_plan.group.is_on_mesh
         self._counts_after_places = self._is_on_mesh and current_plan.group.hardware.is_host
-        # Training forwards of the last round, if it was sound at all places and is not counted yet.
-        self._uncounted: int | None = None
+        # the last round was sound at all places of a mesh, and is not counted yet
+        self._is_to_count = False
 
     def begin(self, kind: RoundKind, *, is_last: bool, op: str | None = None) -> None:
         """Begins a round, and starts it unless the plan is about to change.
@@ -228,11 +227,13 @@ class Rounds:
             return  # `_give_up` reports it
         self._progress.gradients = Gradients.SOUND
         if self._is_on_mesh:
+            # After that: it may hear that the round before has failed. Then the other places leave
+            # this step out.
             self._report_to_places(ended, is_sound=True)
         if self._checks.every is not None or found.readings:
             self._checks.round_was_sound(ended)
         if not self._counts_after_places:
-            self._count(self._progress.num_forwards_before)
+            self._count()
 
     def _require_sound(self, ended: Round) -> None:
         """Raises the error that the ranks have agreed on, if there is one."""
@@ -273,17 +274,17 @@ class Rounds:
         if self._counts_after_places and not self._current_plan.group.is_broken:
             self._checks.hear()
             self.count_told()
-            then = partial(self._places_have_told, self._progress.num_forwards_before)
+            then = self._places_have_told
         self._checks.report_to_places(ended, is_sound=is_sound, then=then)
 
-    def _places_have_told(self, num_forwards: int, *, is_sound: bool) -> None:
+    def _places_have_told(self, *, is_sound: bool) -> None:
         """Called on the host of a mesh when it is known if the round was sound at all places: only
         then it counts, because these choose plans together.
 
         One rank alone may hear it, when it looks at its loss. So it counts later (`count_told`).
         """
         if is_sound:
-            self._uncounted = num_forwards
+            self._is_to_count = True
         else:
             self._progress.gradients = Gradients.INCOMPLETE
             self._forget_window()
@@ -293,9 +294,9 @@ class Rounds:
 
         All ranks call this between the same rounds: it may start messages, and move the plan.
         """
-        number, self._uncounted = self._uncounted, None
-        if number is not None:
-            self._count(number)
+        is_to_count, self._is_to_count = self._is_to_count, False
+        if is_to_count:
+            self._count()
 
     def _count_before_leaving(self) -> None:
         """Counts the round before for the parameters that are about to leave. Other places of a
@@ -306,11 +307,15 @@ class Rounds:
         self.count_told()
         self._moves.end_vote()
 
-    def _count(self, num_forwards: int) -> None:
-        """Counts a sound round for the choice of a plan, until that is over."""
+    def _count(self) -> None:
+        """Counts a sound round for the choice of a plan, until that is over.
+
+        A mesh counts it when the next one has ended. The time is taken then, so the number of
+        forwards is of that one too.
+        """
         tuning = self._current_plan.hooks.tuning
         if tuning is not None and not tuning.has_settled:
-            self._moves.round_was_sound(num_forwards)
+            self._moves.round_was_sound(self._progress.num_forwards_before)
 
     def finish(self) -> None:
         """Waits for launched buckets and binds the gradients.

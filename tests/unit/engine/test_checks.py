@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from support.checkpoints import require_equal
 from support.errors import text_of
 from support.strategies import spec
 from undertow.buckets.trailer import Reading
 from undertow.config import SyncConfig
-from undertow.engine.checks import Checks, Loads
+from undertow.engine.checks import Checks, Loads, _PlaceReport
 from undertow.engine.nonfinite import NonFinite
 from undertow.engine.round import Round, RoundKind, Terms
-from undertow.errors import NonFiniteGradient
+from undertow.errors import Desync, NonFiniteGradient
 from undertow.plan import plan_from_groups
 
 PLAN = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
@@ -164,6 +164,34 @@ def test_a_failed_backward_is_a_fault_for_all_places_of_a_mesh_if_they_report_ra
     )
     assert list(map(str, told)) == ([] if is_host else [text])
     assert [row[-1] for row in sent] == ([1] if is_host else [])  # the host's report has it
+
+
+@pytest.mark.parametrize("field", ["order", "params"])
+def test_a_difference_between_places_is_gathered_when_its_error_is_raised_and_not_when_it_is_heard(field: str) -> None:
+    """Inside a backward, ranks may be in different models, where two gathers would wait for each other."""
+    gathered, are_sound = list[str](), list[bool]()
+
+    def all_gather(row: Tensor, what: str) -> Any:
+        other = row.clone()
+        if not gathered:
+            other[_PlaceReport._fields.index(field)] += 1
+        gathered.append(what)
+        return SimpleNamespace(result=lambda: torch.stack((row, other)))
+
+    group: Any = SimpleNamespace(rank=0, name=0, num_ranks=2, is_on_mesh=True, hardware=SimpleNamespace(is_host=True))
+    group.is_broken, group.everyone = False, SimpleNamespace(device=torch.device("cpu"), all_gather=all_gather)
+    placements = SimpleNamespace(take_order=lambda: ["weight"], axis=())
+    compiled = SimpleNamespace(digest_at_all_places=0, at_all_places=[])
+    plans: Any = SimpleNamespace(group=group, placements=placements, compiled=compiled)
+    checks = Checks(plans, SyncConfig())
+    this = Round(kind=RoundKind.REDUCE, terms=Terms(number=7))
+    checks.report_to_places(this, is_sound=True, then=lambda *, is_sound: are_sound.append(is_sound))
+    checks.hear()
+    checks.hear()
+    assert (len(gathered), are_sound) == (1, [False])
+    if field == "order":
+        assert text_of(Desync, checks.require_alike).startswith("gradients have arrived in different orders")
+        assert (len(gathered), are_sound) == (3, [False])  # the sizes of the lists, and the lists
 
 
 @pytest.mark.parametrize("rank", [0, 1])
