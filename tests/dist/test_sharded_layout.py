@@ -17,7 +17,7 @@ from support.models import noise
 from support.naive import collectives
 from support.ranks import in_ranks
 from support.sharded import MLP, ORDERED, Parameters, parameters, require_equal, require_same_everywhere, training
-from undertow import DistributedDataParallel, PhaseError, ShardedOptimizer, SyncConfig
+from undertow import DistributedDataParallel, PhaseError, ReplicaMismatch, ShardedOptimizer, SyncConfig
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
@@ -97,6 +97,12 @@ def clears_between(ddp: Any, number: int) -> None:
     backward(ddp, 20 + number)
 
 
+def rewrites(ddp: Any, number: int) -> None:
+    backward(ddp, number)
+    for param in ddp.module.last.parameters():
+        param.grad = ddp.full_gradient(param).clamp(-0.1, 0.1)
+
+
 Each = Callable[[Any, int], None]
 
 
@@ -122,7 +128,7 @@ def require_bits_under_rank_0s_order(strategy: str, each: Each, dtype: torch.dty
 
 @in_ranks(2, 3)
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], most=1))
-@pytest.mark.parametrize("each", some([once, accumulates, twice, clears_between], most=1))
+@pytest.mark.parametrize("each", some([once, accumulates, twice, clears_between, rewrites], most=1))
 @STRATEGIES
 def test_rank_0s_order_comes_before_the_first_step_with_the_same_bits(strategy: str, each: Each, dtype: torch.dtype) -> None:
     require_bits_under_rank_0s_order(strategy, each, dtype)
@@ -134,6 +140,46 @@ def test_rank_0s_order_comes_before_the_first_step_with_the_same_bits(strategy: 
 @pytest.mark.parametrize("each", some([once, twice], most=1))
 def test_so_it_does_on_a_mesh(each: Each, dtype: torch.dtype) -> None:
     require_bits_under_rank_0s_order("hybrid", each, dtype)
+
+
+def replaces(param: nn.Parameter) -> None:
+    param.grad = torch.ones_like(param)
+
+
+def removes(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def clears(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.zero_()
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-4, 3e-4])  # the gradient has a bucket of its own, or shares one
+@pytest.mark.parametrize("write", some([replaces, removes, clears], most=1))
+@STRATEGIES
+def test_a_gradient_that_one_rank_has_written_does_not_move_to_rank_0s_order(
+    strategy: str, write: Callable[[nn.Parameter], None], bucket_cap_mb: float
+) -> None:
+    """The ranks would gather other shards, and wait for each other."""
+    settings = {**ORDERED, "bucket_cap_mb": bucket_cap_mb, "order": "observed"}
+    with training(Crossed(), strategy, "SGD", **settings) as (ddp, optimizer):
+        sharding, before = sharding_of(ddp), parameters(ddp)
+        backward(ddp, 0)
+        if dist.get_rank() == 1:
+            write(ddp.module.last.weight)
+        assert text_of(ReplicaMismatch, optimizer.step) == (
+            "the gradient of 'last.weight' is not the same on rank 1 as on rank 0, and a sharded optimizer steps on it.\n"
+            "  before shards move to another plan; 1 of 6 gradients differ\n"
+            "  On every rank, write the same values into `.grad` after backward."
+        )
+        assert sharding_of(ddp) is sharding
+        require_equal(parameters(ddp), before)
+        optimizer.zero_grad()
+        backward(ddp, 1)
+        optimizer.step()
+        require_same_everywhere(parameters(ddp))
 
 
 @pytest.mark.deep

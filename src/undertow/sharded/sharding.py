@@ -149,15 +149,18 @@ class Sharding(BucketLayout):
         for bucket in buckets:
             self.flats[bucket].follow()
 
-    def written_gradients(self, own: Collection[int]) -> dict[int, Tensor]:
-        """Returns the gradients that a program has written in place of placeholders, by parameter.
+    def gradients_to_step_on(self, own: Collection[int]) -> dict[int, Tensor | None]:
+        """Returns the gradients that were not cleared, by parameter: None for a shard of a mean, or
+        the whole gradient that a program has written in its place.
 
-        Without those of the parameters in `own`, by id, and on a single rank none.
+        Whole gradients of the parameters in `own`, by id, are this rank's own, and left out.
         """
-        found: dict[int, Tensor] = {}
-        for index, grad in enumerate(map(_grad_of, self.params) if self._gradients else ()):
-            is_whole = grad is not None and not isinstance(grad, GradientPlaceholder)
-            if is_whole and id(self.held[index]) not in own:
+        found: dict[int, Tensor | None] = {}
+        for index, grad in enumerate(map(_grad_of, self.params)):
+            if isinstance(grad, GradientPlaceholder):
+                if not grad.is_cleared:
+                    found[index] = None
+            elif grad is not None and id(self.held[index]) not in own:
                 found[index] = grad
         return found
 

@@ -176,8 +176,8 @@ class ShardedSteps(StepListener):
         Nothing that `stepper` updates is in flight. The same object while the layout is the same. A
         collective call if it changes: if an optimizer has other parameters, and before the first
         step if rank 0's order of arrival makes another plan. Also if no synchronization has
-        followed the last step. Raises ReplicaMismatch on every rank if ranks have written
-        different gradients since.
+        followed the last step. In both cases raises ReplicaMismatch on every rank if ranks have
+        written different gradients.
         """
         self.require_open("Step before close(), or make a new wrapper and a new optimizer.")
         current_plan, moves = self._engine.current_plan, self._engine.moves
@@ -189,8 +189,15 @@ class ShardedSteps(StepListener):
         has_mean = is_alone or progress.has_mean_for(stepper, is_stepping=is_stepping)
         if sharding is not None and is_same and not has_mean:
             # All ranks know that no synchronization has followed the last step.
-            written = sharding.written_gradients(self._own_gradients())
-            require_alike(current_plan.group, sharding.names, written)
+            require_alike(
+                current_plan.group,
+                sharding.names,
+                sharding.gradients_to_step_on(self._own_gradients()),
+                where="a step of a sharded optimizer without a synchronization since the one "
+                "before",
+                remedy="On every rank, write g = undertow.average_gradients(g, parameters) before "
+                "you assign a gradient that is this rank's own.",
+            )
         if sharding is None or not is_same or moves.has_order or self._may_have_changed:
             updates = self._updates_now()
             self._require_steppers(updates)
@@ -237,16 +244,31 @@ class ShardedSteps(StepListener):
         )
 
     def _make_layout(self, updates: _Updates) -> Sharding:
-        """Cuts the parameters into shards, and the gradients that are reduced already."""
+        """Cuts the parameters into shards, and the gradients that are reduced already.
+
+        Raises ReplicaMismatch on every rank if gradients would move that ranks have written
+        differently.
+        """
         current_plan = self._engine.current_plan
         plan, compiled = self._engine.moves.shard_plan(updates), current_plan.compiled
         before = self.sharding if self.sharding is compiled.layout else None
         is_same = updates == self._updates
+        stays = is_same and before is not None and before.plan.is_alike(plan.groups, plan.wires)
+        not_averaged = self._own_gradients()
+        if before is not None and not stays:
+            # Ranks with other gradients would wait for other shards, and the new layout cannot tell
+            # which gradients a program has written.
+            require_alike(
+                current_plan.group,
+                before.names,
+                before.gradients_to_step_on(not_averaged),
+                where="before shards move to another plan",
+                remedy="On every rank, write the same values into `.grad` after backward.",
+            )
         self._numbers = {id(each.optimizer()): at for at, each in enumerate(self._steppers)}
         self._may_have_changed = False
-        if before is not None and is_same and before.plan.is_alike(plan.groups, plan.wires):
+        if before is not None and stays:
             return before
-        not_averaged = self._own_gradients()
         sharding = Sharding(
             plan, compiled.params, self._strategy, self._exchanges, compiled.recorder
         )

@@ -15,20 +15,39 @@ from undertow.engine.step_settings import Settings, written_differ, written_grad
 from undertow.ranks.agreement import Extremes
 from undertow.ranks.transport import OwnGroup
 
-_COMPARISON = "the comparison of gradients that no synchronization has averaged"
-_NOT_WRITTEN = 0
+_COMPARISON = "the comparison of gradients that a program may have written"
+# What a rank may have of a parameter's gradient: nothing, a shard of the mean, or a whole gradient,
+# which has its fingerprint after these.
+_NOTHING, _SHARD, _WHOLE = range(3)
 
 
-def require_alike(group: OwnGroup, names: Sequence[str], written: Mapping[int, Tensor]) -> None:
-    """Raises ReplicaMismatch on every rank unless all ranks have written the same; a collective
+def require_alike(
+    group: OwnGroup,
+    names: Sequence[str],
+    gradients: Mapping[int, Tensor | None],
+    *,
+    where: str,
+    remedy: str,
+) -> None:
+    """Raises ReplicaMismatch on every rank unless all ranks have the same gradients; a collective
     call.
 
-    `names` are of all parameters, and `written` has this rank's gradients by their indices.
+    `names` are of all parameters. `gradients` has those on this rank, by the parameters' indices:
+    None for a shard, or a whole gradient that a program has written.
     """
-    values = torch.full((len(names),), _NOT_WRITTEN, dtype=torch.int64, device=group.device)
+    if group.num_ranks == 1:
+        return
+    states = [_NOTHING] * len(names)
+    written: dict[int, Tensor] = {}
+    for index, grad in gradients.items():
+        if grad is None:
+            states[index] = _SHARD
+        else:
+            written[index] = grad
+    values = torch.tensor(states, dtype=torch.int64, device=group.device)
     if written:
         # A gradient of zeros has the fingerprint 0.
-        values[list(written)] = _fingerprints(written, group.device) + 1
+        values[list(written)] = _fingerprints(written, group.device) + _WHOLE
     extremes = Extremes(group, values, _COMPARISON)
     differing = extremes.differing()
     if not differing:
@@ -38,10 +57,8 @@ def require_alike(group: OwnGroup, names: Sequence[str], written: Mapping[int, T
         raise written_differ(
             names[differing[0]],
             dict(zip(group.names, of_ranks, strict=True)),
-            where="a step of a sharded optimizer without a synchronization since the one before; "
-            f"{len(differing)} of {len(names)} gradients differ",
-            remedy="On every rank, write g = undertow.average_gradients(g, parameters) before you "
-            "assign a gradient that is this rank's own.",
+            where=f"{where}; {len(differing)} of {len(names)} gradients differ",
+            remedy=remedy,
         )
 
 
