@@ -187,7 +187,7 @@ class CompiledPlan:
 
     def is_completed(self) -> bool:
         """Returns True if the collectives of all buckets are complete."""
-        return all(bucket.transfer.is_completed() for bucket in self.buckets)
+        return all(bucket.is_completed() for bucket in self.buckets)
 
     def written(self, params: Collection[int]) -> set[int]:
         """Returns the `params` whose `.grad` was written without a gradient from autograd."""

@@ -177,14 +177,14 @@ class Round:
     def _keep(self, bucket: LiveBucket) -> None:
         """Packs the gradients of a backward that only accumulates; they stay on this rank."""
         self.kept.add(bucket.spec.index)
-        packs, binds = (OpKind.PACK, self._pack_local), (OpKind.BIND, self._bind_local)
+        packs, binds = (OpKind.PACK, self._pack_local), (OpKind.BIND, LiveBucket.bind_local)
         self.compiled.run(packs, binds, bucket=bucket)
 
     def _send_next(self) -> None:
         compiled, bucket = self.compiled, self.compiled.buckets[self.num_sent]
         self.num_sent += 1
         compiled.group.watch.check()
-        packs, sends = (OpKind.PACK, self._pack), (bucket.transfer.kind, self._launch)
+        packs, sends = (OpKind.PACK, self._pack), (bucket.kind, self._launch)
         compiled.run(packs, sends, bucket=bucket)
         if compiled.strategy.crossing is not None:
             compiled.run((compiled.strategy.crossing, self._launch_across), bucket=bucket)
@@ -220,16 +220,13 @@ class Round:
         self._follow_streams(bucket)
         bucket.pack_local()
 
-    def _bind_local(self, bucket: LiveBucket) -> None:
-        bucket.bind_local()
-
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
         hooks = self.hooks
         arrivals = None if hooks is None else hooks.arrivals.buckets[spec.index]
         if arrivals is not None and arrivals.streams:
             self._follow_streams(bucket)
-        bucket.transfer.mark_ready()
+        bucket.mark_ready()
         has_all = arrivals is not None and arrivals.is_full
         not_arrived = () if has_all else self._not_arrived(spec)
         unused = self.found.unused[spec.index] = bucket.gradients.pack(
@@ -276,12 +273,12 @@ class Round:
         return self.hooks.not_arrived(spec.params, self.hooks.arrivals.missing(spec.index))
 
     def _launch(self, bucket: LiveBucket) -> None:
-        bucket.transfer.start(bucket.trailer, self.compiled.turns.now)
+        bucket.start(self.compiled.turns.now)
         self.compiled.group.makes_call(bucket.label)
 
     def _launch_across(self, bucket: LiveBucket) -> None:
         """Sends a shard over the second axis of a mesh."""
-        bucket.transfer.start_across(self.compiled.turns.now)
+        bucket.start_across(self.compiled.turns.now)
 
     def _own_facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some
@@ -317,7 +314,7 @@ class Round:
 
     def _bind(self, bucket: LiveBucket) -> None:
         with self.compiled.group.watch.waiting(bucket.label):
-            bucket.transfer.finish()
+            bucket.finish()
             if self.terms.rescale != 1.0:
                 for value in bucket.gradients.values():
                     value.mul_(self.terms.rescale)
