@@ -5,7 +5,7 @@ Reasons: docs/design/buckets.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import repeat
@@ -20,7 +20,7 @@ from undertow.buckets.trailer import Reading
 from undertow.device import Accelerator
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
-from undertow.engine.step_settings import Settings
+from undertow.engine.step_settings import Settings, digest_of
 from undertow.plan import Bucket, signature_of
 from undertow.plan.facts import Fact
 from undertow.schedule import OpKind
@@ -65,8 +65,6 @@ class Terms:
     settings: Settings = ()  # of optimizers that have stepped since the last synchronization
     is_loaded: bool = False  # all ranks are to compare parameters, because of a load
     is_stopping: bool = False  # a signal has asked a rank to stop, as far as this one knows
-    # facts that must be the same on every rank
-    digests: Mapping[str, int | None] = field(default_factory=dict)
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
 
@@ -301,16 +299,23 @@ class Round:
         if self.terms.is_stopping:
             flags[Fact.STOPPING] = here
         if has_late:
-            for bucket in compiled.buckets:
-                late = bucket.catch_late()
-                if late:
-                    self.late[bucket.spec.index] = late
+            self._catch_late()
             flags[Fact.LATE] = list(self.late)
+        # Without a digest, this rank accepts the digest of the others. If this round tells of a
+        # change, the next one tells the settings.
+        digests: dict[str, int | None] = {}
+        if self.kind is RoundKind.REDUCE and self.terms.settings:
+            digests[Fact.SETTINGS] = digest_of(self.terms.settings)
         return Facts(
-            digests=self.terms.digests,
-            flags=flags,
-            numbers={Fact.BUSY_MS: compiled.recorder.busy_ms()},
+            digests=digests, flags=flags, numbers={Fact.BUSY_MS: compiled.recorder.busy_ms()}
         )
+
+    def _catch_late(self) -> None:
+        """Takes gradients out of `.grad` that arrived after their bucket was packed."""
+        for bucket in self.compiled.buckets:
+            late = bucket.catch_late()
+            if late:
+                self.late[bucket.spec.index] = late
 
     def _bind(self, bucket: LiveBucket) -> None:
         with self.compiled.group.watch.waiting(bucket.label):

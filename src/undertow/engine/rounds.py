@@ -24,7 +24,6 @@ from undertow.engine.progress import Gradients, Progress
 from undertow.engine.rebuild import hear_of_change, rebuild, require_changed_alike, tell_of_change
 from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.errors import UndertowError
-from undertow.plan.facts import Fact
 from undertow.torch_private import private
 
 
@@ -85,15 +84,11 @@ class Rounds:
         if current_plan.change is None:
             begun.start(current_plan.compiled, current_plan.hooks, self._terms(begun))
 
-    def _terms(self, begun: Round, *, is_leaving: bool = False) -> Terms:
-        """Returns the conditions of a round that starts now.
-
-        `is_leaving`: they are for the round before it, which tells of a change of the plan.
-        """
+    def _terms(self, begun: Round) -> Terms:
+        """Returns the conditions of a round that starts now, or of the one before it that tells of
+        a change of the plan."""
         current_plan, progress, checks = self._current_plan, self._progress, self._checks
         hooks, steps = current_plan.hooks, progress.steps
-        # the round after that one tells the settings
-        is_telling = begun.kind is RoundKind.REDUCE and not is_leaving
         is_stopping = checks.stop.is_heard_of and checks.stop.is_told
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
@@ -108,7 +103,6 @@ class Rounds:
             settings=steps.settings,
             is_loaded=checks.loads.are_known,
             is_stopping=is_stopping,
-            digests={Fact.SETTINGS: steps.digest} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
         )
@@ -167,8 +161,7 @@ class Rounds:
         """Sends the buckets of the plan in force."""
         plans, progress = self._current_plan, self._progress
         is_reduced = plans.compiled.strategy.reduces_micro_batches and progress.has_accumulated
-        terms = self._terms(ending, is_leaving=True)
-        ending.told = tell_of_change(plans, terms, has_shards=is_reduced)
+        ending.told = tell_of_change(plans, self._terms(ending), has_shards=is_reduced)
         return Stage.REBUILD
 
     def _rebuild(self, ending: Round) -> Stage | None:
