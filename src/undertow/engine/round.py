@@ -79,6 +79,8 @@ class Findings:
     unused: dict[int, list[int]] = field(default_factory=dict)
     keeps_earlier: bool = False  # the results are added to earlier ones of the step
     readings: list[Reading] = field(default_factory=list)  # of trailers
+    # that this rank has told in the first round of these whose ranks have told different ones
+    unlike_settings: Settings | None = None
     # bucket -> positions, on any rank
     nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()  # of each rank
@@ -88,10 +90,11 @@ class Findings:
         """Buckets with a gradient, on some rank, that arrived after they had been launched."""
         return self.reported(Fact.LATE, overdue=False)
 
-    @property
-    def unlike(self) -> set[str]:
-        """The digests that differ between ranks."""
-        return {fact for reading in self.readings for fact in reading.unlike}
+    def add(self, reading: Reading, settings: Settings) -> None:
+        """Adds a reading of a trailer that compares these settings."""
+        self.readings.append(reading)
+        if self.unlike_settings is None and Fact.SETTINGS in reading.unlike:
+            self.unlike_settings = settings
 
     def reported(self, fact: Fact, *, overdue: bool = True) -> list[int]:
         """Returns the ranks, or buckets, with this flag.
@@ -137,9 +140,9 @@ class Round:
         """Starts it under a plan, once."""
         self.has_started = True
         self.compiled, self.hooks, self.terms = compiled, hooks, terms
-        self.found.readings += compiled.round_begins(
-            is_synchronized=self.kind is not RoundKind.ACCUMULATE
-        )
+        is_synchronized = self.kind is not RoundKind.ACCUMULATE
+        for reading, settings in compiled.round_begins(is_synchronized=is_synchronized):
+            self.found.add(reading, settings)
 
     def bucket_is_full(self, index: int) -> None:
         """Called when all gradients of a bucket have arrived.
@@ -337,7 +340,7 @@ class Round:
         compiled = self.compiled
         if not (compiled.group.hardware.is_host or must_know or compiled.is_learning):
             # the host does not wait for a device
-            compiled.snapshots.append(bucket.trailer.snapshot())
+            compiled.snapshots.append((bucket.trailer.snapshot(), self.terms.settings))
             return None
         if bucket.spec.trailer.facts:  # the last bucket
             found.busy_ms = bucket.trailer.numbers(Fact.BUSY_MS)
@@ -347,7 +350,7 @@ class Round:
         else:
             reading = bucket.trailer.read()
         if reading is not None:
-            found.readings.append(reading)
+            found.add(reading, self.terms.settings)
             if reading.nonfinite:
                 found.nonfinite[index] = reading.nonfinite
         return reading
