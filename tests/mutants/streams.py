@@ -70,7 +70,7 @@ REMOVALS = (
     Removal(EXCHANGES, "Wait([*flags.works, *total.works]", "Wait([*flags.works]"),
     Removal(COLLECTIVES, "            return wait.run_next()", "            return wait.then()"),
     Removal(COLLECTIVES, "return Handle(*wait.works, finish=wait.then)", "return Handle(*wait.works)"),
-    Removal("buckets/transfer.py", "        for handle in handles:\n            handle.wait()\n", ""),
+    Removal("buckets/bucket.py", "        for handle in handles:\n            handle.wait()\n", ""),
     Removal("buckets/bucket.py", "            for handle in handles:\n                handle.wait()\n", "            pass\n"),
     Removal(
         "sharded/gathers.py",

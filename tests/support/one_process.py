@@ -42,6 +42,7 @@ from undertow.buckets.trailer import Reading
 from undertow.device import device_of
 from undertow.engine import current_plan, step_events
 from undertow.engine.round import Round, Terms
+from undertow.engine.step_settings import Settings
 from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks.alike import Alike, alike
@@ -525,10 +526,10 @@ def join_ends(sync: GradientSync) -> None:
     sync._engine.progress.join_ends()
 
 
-def reads_late(sync: GradientSync, reading: Reading) -> None:
-    """The trailer of an earlier step reaches the host late, as one on a device does."""
-    snapshot = SimpleNamespace(is_there=lambda: True, read=lambda: reading)
-    sync._engine.current_plan.compiled.snapshots.append(snapshot)  # type: ignore[arg-type]
+def reads_late(sync: GradientSync, reading: Reading, settings: Settings = ()) -> None:
+    """The trailer of an earlier step, which compares these settings, reaches the host late, as one on a device does."""
+    snapshot: Any = SimpleNamespace(is_there=lambda: True, read=lambda: reading)
+    sync._engine.current_plan.compiled.snapshots.append((snapshot, settings))
 
 
 def at_each_op(sync: GradientSync, call: Callable[[Op], object]) -> None:

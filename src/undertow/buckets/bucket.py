@@ -1,6 +1,6 @@
 """The buckets of a plan in training: gradients, trailer and transfer of each.
 
-A bucket is memory, and the `.grad` of its parameters (`gradients`). A `transfer` is how it travels.
+A bucket is memory, and the `.grad` of its parameters (`gradients`). A transfer is how it travels.
 Both are chosen when the bucket is made, and do not know of each other's variants.
 
 Reasons: docs/design/buckets.md.
@@ -19,13 +19,15 @@ from torch import Tensor
 from undertow.buckets.finite import bad_slots
 from undertow.buckets.gradients import BucketGradients
 from undertow.buckets.memory import BucketMemory
-from undertow.buckets.recorder import Recorder
+from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import BucketTransfer, RecordedTransfer
+from undertow.buckets.transfer import BucketTransfer
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
+from undertow.ranks.dither import Turn
 from undertow.ranks.handle import Handle
+from undertow.schedule import OpKind
 from undertow.torch_private import private
 
 
@@ -45,9 +47,11 @@ class Shared:
 class LiveBucket:
     """One bucket of a plan in training. Positions count its slots.
 
-    gradients.pack ──> transfer.start ──> transfer.finish ──> gradients.bind
+    mark_ready, gradients.pack ──> start ──> [start_across ──>] finish ──> gradients.bind
     catch_late ──> start_late ──> finish_late           of gradients that arrived after `pack`
     pack_local ──> bind_local                           of a backward that only accumulates
+
+    It holds the messages of the reduction under way, and records its times.
     """
 
     def __init__(
@@ -56,15 +60,16 @@ class LiveBucket:
         self.spec = spec
         self.gradients = gradients
         self.params = shared.params_of(spec)
-        self.transfer = RecordedTransfer(
-            transfer, shared.recorder, spec.index, is_only=len(shared.plan.buckets) == 1
-        )
+        self.kind: OpKind = transfer.kind  # of `start`
+        self._transfer = transfer
         group = shared.reducer.group
         divisor = 1 if transfer.sums_trailer else group.num_ranks
         self.trailer = TrailerCodec(
             spec, gradients.memory, divisor=divisor, rank=group.rank, names=group.names
         )
         self._shared = shared
+        self._handles: Sequence[Handle] = ()  # of the reduction under way
+        self._marks = BucketMarks(0, transfer.kind, ready=None)  # of the last reduction
         self._is_packed = False  # by a round that only accumulates
         # late gradients, on their way in a second collective
         self._late_sent: tuple[Sequence[Tensor], Sequence[Handle]] | None = None
@@ -79,6 +84,44 @@ class LiveBucket:
     @property
     def memory(self) -> BucketMemory:
         return self.gradients.memory
+
+    def mark_ready(self) -> None:
+        """Called when the bucket is full, before it is packed."""
+        num_bytes = self._transfer.wire_bytes
+        self._marks = self._shared.recorder.ready(
+            self.spec.index, num_bytes=num_bytes, kind=self.kind
+        )
+
+    def start(self, turn: Turn) -> None:
+        """Sends the packed values and the trailer; `turn` is of this synchronization."""
+        recorder = self._shared.recorder
+        self._marks.launched = recorder.mark()
+        self._handles = self._transfer.start(self.trailer, turn)
+        # At the end of the backward of one model, a single bucket is waited for at once: the end of
+        # its collective needs no mark.
+        is_alone = len(self._shared.plan.buckets) == 1 and len(recorder.in_backward) <= 1
+        if not is_alone or private.graph_task_id() == -1:
+            recorder.completes(self._marks, self._handles[0])
+
+    def start_across(self, turn: Turn) -> None:
+        """Continues over the second axis of a mesh, if the strategy has one."""
+        self._handles = self._transfer.start_across(self._handles, turn)
+        self._shared.recorder.completes(self._marks, self._handles[0])
+
+    def finish(self) -> None:
+        """Waits until values and trailer are reduced."""
+        marks, recorder = self._marks, self._shared.recorder
+        marks.wait_start = recorder.mark()
+        handles, self._handles = self._handles, ()
+        for handle in handles:
+            handle.wait()
+        marks.wait_stop = recorder.mark()
+        for parcel in self._transfer.encoded:
+            marks.take_codings(parcel.codings)
+
+    def is_completed(self) -> bool:
+        """Returns True if `finish` would not wait."""
+        return all(handle.is_completed() for handle in self._handles)
 
     def keep_gradients(self) -> None:
         """Keeps new gradients, which other streams have made, until the current one has packed."""
@@ -116,11 +159,11 @@ class LiveBucket:
     def start_late(self, late: Mapping[int, Tensor]) -> None:
         """Reduces, in a second round, the gradients that arrived late on any rank.
 
-        `late` has the gradients of this rank, by position.
+        `late` has the gradients of this rank, by position. They count as part of no bucket's time.
         """
         self._keep(late.values())
         values = self.gradients.late_values(late)
-        self._late_sent = values, self.transfer.start_late(values)
+        self._late_sent = values, self._transfer.start_late(values)
 
     @torch.no_grad()
     def finish_late(self, *, rescale: float) -> frozenset[int]:

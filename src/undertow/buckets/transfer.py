@@ -4,7 +4,6 @@ AllReduce         in full width, with the trailer in the same message
 EncodedExchange   in a format: ranks exchange parts; the trailer stays in full width
 HookedReduction   by the user's communication hook; a small all-reduce has the trailer
 SparseReduction   one all-reduce for each sparse gradient, and a small one for the trailer
-RecordedTransfer  any of these while it is under way: its messages, and its times
 
 `sharded/reduce_scatter.py` has the transfer of shards.
 
@@ -22,7 +21,6 @@ from torch import Tensor
 from undertow.buckets.comm_hook import CommHook, HookedBucket
 from undertow.buckets.gradients import BucketGradients
 from undertow.buckets.memory import BucketMemory
-from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import TrailerCodec
 from undertow.plan import Bucket, Plan
@@ -30,11 +28,11 @@ from undertow.ranks.dither import Rounding, Turn
 from undertow.ranks.handle import Handle
 from undertow.ranks.parcels import Encoded
 from undertow.schedule import OpKind
-from undertow.torch_private import private
 
 
 class BucketTransfer(ABC):
-    """Reduces the packed values of one bucket, and its trailer, over all ranks.
+    """Reduces the packed values of one bucket, and its trailer, over all ranks. `LiveBucket` calls
+    it.
 
         start ──> [start_across ──>] handles to wait for
         start_late ──> handles to wait for          gradients that arrived after `start`
@@ -65,65 +63,6 @@ class BucketTransfer(ABC):
     @abstractmethod
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
         """Starts to reduce values that lie outside of the bucket, in place and in full width."""
-
-
-class RecordedTransfer:
-    """The transfer of a bucket, as `Round` calls it: it holds the messages of the reduction under
-    way, and records its times.
-
-    `is_only`: the plan has no other bucket.
-    """
-
-    def __init__(
-        self, transfer: BucketTransfer, recorder: Recorder, bucket: int, *, is_only: bool
-    ) -> None:
-        self._transfer, self._recorder = transfer, recorder
-        self._bucket, self._is_only = bucket, is_only
-        self.kind: OpKind = transfer.kind
-        self._handles: Sequence[Handle] = ()  # of the reduction under way
-        self._marks = BucketMarks(0, transfer.kind, ready=None)  # of the last reduction
-
-    def mark_ready(self) -> None:
-        """Called when the bucket is full, before it is packed."""
-        transfer = self._transfer
-        self._marks = self._recorder.ready(
-            self._bucket, num_bytes=transfer.wire_bytes, kind=self.kind
-        )
-
-    def start(self, trailer: TrailerCodec, turn: Turn) -> None:
-        """Sends the packed values and the trailer."""
-        recorder = self._recorder
-        self._marks.launched = recorder.mark()
-        self._handles = self._transfer.start(trailer, turn)
-        # At the end of the backward of one model, a single bucket is waited for at once: the end of
-        # its collective needs no mark.
-        is_alone = self._is_only and len(recorder.in_backward) <= 1
-        if not is_alone or private.graph_task_id() == -1:
-            recorder.completes(self._marks, self._handles[0])
-
-    def start_across(self, turn: Turn) -> None:
-        """Continues over the second axis of a mesh, if the strategy has one."""
-        self._handles = self._transfer.start_across(self._handles, turn)
-        self._recorder.completes(self._marks, self._handles[0])
-
-    def finish(self) -> None:
-        """Waits until values and trailer are reduced."""
-        marks, recorder = self._marks, self._recorder
-        marks.wait_start = recorder.mark()
-        handles, self._handles = self._handles, ()
-        for handle in handles:
-            handle.wait()
-        marks.wait_stop = recorder.mark()
-        for parcel in self._transfer.encoded:
-            marks.take_codings(parcel.codings)
-
-    def is_completed(self) -> bool:
-        """Returns True if `finish` would not wait."""
-        return all(handle.is_completed() for handle in self._handles)
-
-    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
-        """Late gradients count as part of no bucket's time."""
-        return self._transfer.start_late(values)
 
 
 def transfer_of(

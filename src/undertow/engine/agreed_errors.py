@@ -94,8 +94,9 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
         )
     if failed and not ended.has_failed:
         raise backward_failed(failed, where=where)
-    if Fact.SETTINGS in ended.found.unlike and not ended.has_failed:
-        settings = group.watch.ask(text_of(ended.terms.settings), of=group.names)
+    unlike = ended.found.unlike_settings
+    if unlike is not None and not ended.has_failed:
+        settings = group.watch.ask(text_of(unlike), of=group.names)
         raise written_unlike(settings, where=where) or settings_differ(settings, where=where)
 
 

@@ -6,15 +6,45 @@ Reasons: docs/design/backward.md.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from undertow.engine.backward_listener import BackwardListener
+from torch import Tensor
+
 from undertow.torch_private import private
 
 _NO_BACKWARD = -2
+
+
+class BackwardListener(ABC):
+    """An `Engine`, as the hooks on its parameters and the end of a backward see it.
+
+    These modules cannot name that class, because it is made of them.
+    """
+
+    @abstractmethod
+    def first_gradient_arrives(self, task: int) -> None:
+        """Called with the first gradient in backward `task`, and again after its round is
+        closed."""
+
+    @abstractmethod
+    def bucket_is_full(self, index: int) -> None:
+        """Called when all gradients of a bucket have arrived."""
+
+    @abstractmethod
+    def arrives_outside(self, param: Tensor) -> None:
+        """Called with a gradient of a parameter that the plan does not have."""
+
+    @abstractmethod
+    def backward_ends(self) -> None:
+        """Called at the end of the outermost of nested backwards."""
+
+    @abstractmethod
+    def backward_is_gone(self) -> None:
+        """Called when a backward, nested or not, has ended, or was ended by an exception."""
 
 
 class BucketArrivals:
@@ -72,6 +102,11 @@ class BucketArrivals:
         self.streams.add(self.stream_of(param))
         self.arrive(param)
 
+    @property
+    def hook(self) -> Callable[[Any], None]:
+        """The hook to register on each parameter of the bucket."""
+        return self.arrive if self.stream_of is None else self.arrive_on_stream
+
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than
         expected."""
@@ -100,14 +135,15 @@ class BucketArrivals:
 
 
 class Arrivals:
-    """Follows gradients as they arrive, and tells the `listener` when the last one of a bucket
+    """Follows gradients as they arrive, and tells the `engine` when the last one of a bucket
     arrives.
 
-    `hooks` has a function for each of `params`, to be called with it when its gradient arrives.
-    Buckets of different devices fill in different threads, which wait for one another.
+    `bucket_of` has the bucket of each of `params`. The `hook` of that bucket is called with the
+    parameter when its gradient arrives. Buckets of different devices fill in different threads,
+    which wait for one another.
 
     `backward_id` distinguishes one backward from another. If it has changed when the first gradient
-    of a bucket arrives, after a reset or `forget_backward`, the listener is told of that first.
+    of a bucket arrives, after a reset or `forget_backward`, the engine is told of that first.
     `stream_of(param)` is the stream that its gradient arrives on; None on a host.
     """
 
@@ -116,11 +152,11 @@ class Arrivals:
         params_of_bucket: Sequence[Sequence[int]],
         params: Sequence[object],
         *,
-        listener: BackwardListener,
+        engine: BackwardListener,
         backward_id: Callable[[], int],
         stream_of: Callable[[Any], object] | None = None,
     ) -> None:
-        self.listener = listener
+        self.engine = engine
         self.is_closed = False
         # called with each parameter, by index, that arrives
         self.at_each: Callable[[int], object] | None = None
@@ -139,13 +175,12 @@ class Arrivals:
     ) -> None:
         """Switches to other buckets of the same parameters, with other hooks, and resets."""
         self.buckets: list[BucketArrivals] = []
-        hooks: dict[int, Callable[[Any], None]] = {}
+        bucket_of: dict[int, BucketArrivals] = {}
         for index, params in enumerate(params_of_bucket):
             bucket = BucketArrivals(self, index, params, stream_of)
             self.buckets.append(bucket)
-            hook = bucket.arrive if stream_of is None else bucket.arrive_on_stream
-            hooks.update(dict.fromkeys(params, hook))
-        self.hooks = [hooks[param] for param in range(len(self._params))]
+            bucket_of.update(dict.fromkeys(params, bucket))
+        self.bucket_of = [bucket_of[param] for param in range(len(self._params))]
         self.reset()
 
     def reset(self) -> None:
@@ -175,16 +210,16 @@ class Arrivals:
         """Called after an arrival that may be the first of a backward or the last of `bucket`,
         which lists it."""
         with self._lock:
-            index, hooks = self.index_of.get(id(param)), self.hooks
+            index, bucket_of = self.index_of.get(id(param)), self.bucket_of
             if index is None:
                 return  # a hook of the user's has returned it, which torch is about to refuse
             backward = self._backward_id()
             if backward != self._last_backward:
                 self._last_backward = backward
-                self.listener.first_gradient_arrives(backward)
+                self.engine.first_gradient_arrives(backward)
                 self._last_backward = backward  # it may have been forgotten
-                if hooks is not self.hooks:  # now in other buckets
-                    self.hooks[index](param)
+                if bucket_of is not self.bucket_of:  # now in other buckets
+                    self.bucket_of[index].hook(param)
                     return
             if not bucket.seen or bucket.seen[-1] is not param:  # reset since
                 bucket.seen.append(param)
@@ -197,7 +232,7 @@ class Arrivals:
             ):
                 bucket.is_full = True
                 if not self.is_closed:
-                    self.listener.bucket_is_full(bucket.index)
+                    self.engine.bucket_is_full(bucket.index)
 
     def note(self, indices: Iterable[int]) -> None:
         """Records that the gradients of these parameters arrived, without calling anything."""

@@ -16,10 +16,9 @@ from torch.optim.optimizer import Optimizer
 from undertow.config import SyncConfig
 from undertow.engine import agreed_errors
 from undertow.engine.engine import Engine
-from undertow.engine.hooks import is_outermost_forward
 from undertow.engine.nonfinite import Arguments, after_closure
 from undertow.engine.progress import Accumulated, Gradients, params_of
-from undertow.engine.step_events import StepListener, has_closure
+from undertow.engine.step_events import StepListener, has_closure, is_outermost_forward
 from undertow.engine.step_settings import settings_of
 from undertow.errors import PhaseError
 from undertow.schedule import DDP

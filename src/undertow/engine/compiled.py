@@ -21,6 +21,7 @@ from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading, Snapshot
 from undertow.engine.measuring import Present
 from undertow.engine.params import described_at_all_places
+from undertow.engine.step_settings import Settings
 from undertow.mesh.local_tensors import alike_on_axes, local_tensors
 from undertow.plan import Plan
 from undertow.ranks.dither import Rotation
@@ -59,7 +60,8 @@ class CompiledPlan:
         self.reducer, self.recorder = reducer, recorder
         self.layout = BucketLayout(reducer.group) if layout is None else layout
         self.generation = 0
-        self.snapshots: list[Snapshot] = []  # trailers on their way from a device to the host
+        # Trailers on their way from a device to the host, with the settings that each one compares.
+        self.snapshots: list[tuple[Snapshot, Settings]] = []
         is_host = reducer.group.hardware.is_host
         self.turns: Rotation = Rotation(is_host=is_host) if before is None else before.turns
         if before is not None:
@@ -113,11 +115,12 @@ class CompiledPlan:
             plan=self.plan, generation=self.generation, has_shards=self.strategy.gather is not None
         )
 
-    def round_begins(self, *, is_synchronized: bool) -> list[Reading]:
+    def round_begins(self, *, is_synchronized: bool) -> list[tuple[Reading, Settings]]:
         """Called when a round starts.
 
-        Returns the contents of earlier trailers that have reached the host since, once. Only a
-        synchronization takes them, because an accumulation draws no conclusions.
+        Returns the contents of earlier trailers that have reached the host since, once, with the
+        settings that they compare. Only a synchronization takes them, because an accumulation draws
+        no conclusions.
         """
         self.is_profiling = private.is_profiling()
         self._num_rounds += is_synchronized
@@ -134,9 +137,10 @@ class CompiledPlan:
             self.reducer.lost.begin()
         if not self.snapshots or not is_synchronized:
             return []
-        there = [snapshot for snapshot in self.snapshots if snapshot.is_there()]
-        self.snapshots = [snapshot for snapshot in self.snapshots if snapshot not in there]
-        return [reading for snapshot in there if (reading := snapshot.read()) is not None]
+        there = [each for each in self.snapshots if each[0].is_there()]
+        self.snapshots = [each for each in self.snapshots if each not in there]
+        read = [(snapshot.read(), settings) for snapshot, settings in there]
+        return [(reading, settings) for reading, settings in read if reading is not None]
 
     @property
     def is_learning(self) -> bool:
@@ -187,7 +191,7 @@ class CompiledPlan:
 
     def is_completed(self) -> bool:
         """Returns True if the collectives of all buckets are complete."""
-        return all(bucket.transfer.is_completed() for bucket in self.buckets)
+        return all(bucket.is_completed() for bucket in self.buckets)
 
     def written(self, params: Collection[int]) -> set[int]:
         """Returns the `params` whose `.grad` was written without a gradient from autograd."""

@@ -23,7 +23,7 @@ from undertow.buckets.reducer import Reducer
 from undertow.config import SyncConfig
 from undertow.device import device_of
 from undertow.engine.agreed_errors import part_of_another
-from undertow.engine.backward_listener import BackwardListener
+from undertow.engine.arrivals import BackwardListener
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import (
     BackwardToken,
@@ -78,7 +78,7 @@ class CurrentPlan:
     A look at the module finds a change. It is a value: nothing follows it before all ranks
     `rebuild`, and the next look may find another one or none, for example when
     torch.func.functional_call puts other parameters into the module for one call. Until then hooks
-    tell which parameters outside of the plan get a gradient. The hooks call the `listener`.
+    tell which parameters outside of the plan get a gradient. The hooks call the `engine`.
     """
 
     # Models of this process that are about to rebuild, each with the backward that does it: one
@@ -92,10 +92,10 @@ class CurrentPlan:
         group: OwnGroup,
         config: SyncConfig,
         recorder: Recorder,
-        listener: BackwardListener,
+        engine: BackwardListener,
     ) -> None:
         self.members, self.group = members, group
-        self._recorder, self._listener = recorder, listener
+        self._recorder, self._engine = recorder, engine
         self._number = next(self._numbers)
         self.change: Change | None = None
         self.shards: Shards | None = None  # if a sharded optimizer steps
@@ -235,7 +235,7 @@ class CurrentPlan:
         """
         change = self.change
         assert change is not None
-        for name in earlier_watchers(change.named_params, other_than=self._listener):
+        for name in earlier_watchers(change.named_params, other_than=self._engine):
             raise part_of_another(name)
         self.compiled.layout.make_gradients_whole(change.named_params)
         self.note_written()
@@ -263,6 +263,7 @@ class CurrentPlan:
         arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
         hooks.close()
         self._put_in_force(change, before=self.compiled)
+        self.register_hooks()
         self.hooks.arrived_before |= self.hooks.indices(arrived)
         self.change = None
         self.members.read_again()
@@ -274,9 +275,8 @@ class CurrentPlan:
         """Called when there are other parameters; new ones may train before the change is in
         force."""
         if not self._factor.is_one:
-            self._factor.follow(
-                (*self.hooks.params, *(param for _, param in self.members.named_params()))
-            )
+            present = [param for _, param in self.members.named_params()]
+            self._factor.follow((*self.hooks.params, *present))
 
     def note_written(self) -> None:
         """Counts gradients that other code than autograd has written into `.grad`, which another
@@ -338,12 +338,7 @@ class CurrentPlan:
         before, hooks = self.compiled, self.hooks
         self._recorder.forgets_gathers()
         self.compiled = CompiledPlan(
-            plan,
-            before.params,
-            before.reducer,
-            self._recorder,
-            before=before,
-            layout=layout,
+            plan, before.params, before.reducer, self._recorder, before=before, layout=layout
         )
         if self.is_active:
             _ = self.compiled.buckets
@@ -414,19 +409,15 @@ class CurrentPlan:
         return Change(tuple(named_params), plan, reducer)
 
     def _put_in_force(self, change: Change, *, before: CompiledPlan | None = None) -> None:
-        """Makes the buckets and hooks of a change."""
+        """Makes the buckets and hooks of a change; `register_hooks` registers the hooks."""
+        group = self.group
         params = local_params(param for _, param in change.named_params)
         compiled = CompiledPlan(change.plan, params, change.reducer, self._recorder, before=before)
-        hooks = ParamHooks(change.named_params, compiled.plan, self._listener, self.group.hardware)
+        hooks = ParamHooks(change.named_params, compiled.plan, self._engine, group.hardware)
         if compiled.reducer.is_active:
             _ = compiled.buckets  # too large ones fail here instead of in the first backward
-            present, group = self.members.named_params(), self.group
-            # before the hooks by which a gradient counts as arrived
-            self.placements.follow(present)
-            hooks.register()
-            hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
             if params and group.num_ranks > 1:
-                is_even = are_even(param for _, param in present)
+                is_even = are_even(param for _, param in self.members.named_params())
                 group.deciding = group.everyone if is_even else group
                 is_observed = change.reducer.config.order == "observed"
                 hooks.tuning = Tuning(
@@ -438,6 +429,14 @@ class CurrentPlan:
                     earlier=None if before is None else self.hooks.tuning,
                 )
         self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active
+
+    def register_hooks(self) -> None:
+        """Registers the hooks of the plan in force: from then on gradients call the engine."""
+        if self.is_active:
+            # before the hooks by which a gradient counts as arrived
+            self.placements.follow(self.members.named_params())
+            self.hooks.register()
+            self.hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
 
 
 def _mark_stale(plans: CurrentPlan | None) -> None:

@@ -16,15 +16,15 @@ from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig
 from undertow.engine import agreed_errors
-from undertow.engine.backward_listener import BackwardListener
+from undertow.engine.arrivals import BackwardListener
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
-from undertow.engine.hooks import OutermostEnd, is_watched
+from undertow.engine.hooks import is_watched
 from undertow.engine.moves import Moves
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Accumulated, Forward, Gradients, Progress
 from undertow.engine.round import RoundKind
-from undertow.engine.rounds import Rounds
+from undertow.engine.rounds import OutermostEnd, Rounds
 from undertow.errors import UndertowError, all_of
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
@@ -61,6 +61,7 @@ class Engine(BackwardListener):
         self.rounds = Rounds(
             self.current_plan, self.moves, progress, self.checks, recorder, self._end
         )
+        self.current_plan.register_hooks()  # from now on gradients call this engine
 
     @property
     def is_busy(self) -> bool:

@@ -1,4 +1,4 @@
-"""The hooks on parameters, and the end of the outermost backward.
+"""The hooks on parameters.
 
 Reasons: docs/design/backward.md.
 """
@@ -21,8 +21,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from undertow.device import Device
-from undertow.engine.arrivals import Arrivals
-from undertow.engine.backward_listener import BackwardListener
+from undertow.engine.arrivals import Arrivals, BackwardListener
 from undertow.engine.tuning import Tuning
 from undertow.mesh.local_tensors import KeptPlacements
 from undertow.plan import Plan
@@ -68,7 +67,7 @@ class ParamHooks:
     """Hooks on `named_params` until `close`, and the measurements of these parameters by them.
 
     `arrivals` counts their gradients, and `tuning` measures them. `watched` are parameters outside
-    of the plan, frozen and new ones: their hooks tell the `listener` when a gradient arrives after
+    of the plan, frozen and new ones: their hooks tell the `engine` when a gradient arrives after
     all.
     """
 
@@ -76,7 +75,7 @@ class ParamHooks:
         self,
         named_params: Sequence[tuple[str, Tensor]],
         plan: Plan,
-        listener: BackwardListener,
+        engine: BackwardListener,
         device: Device,
     ) -> None:
         self.named_params = tuple(named_params)
@@ -85,7 +84,7 @@ class ParamHooks:
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
-            listener=listener,
+            engine=engine,
             backward_id=private.graph_task_id,
             stream_of=self._stream_of,
         )
@@ -93,7 +92,7 @@ class ParamHooks:
         # by id, parameters outside of the plan that have got a gradient
         self.outside: dict[int, Tensor] = {}
         self.tuning: Tuning | None = None  # if there are rounds
-        self._listener = listener
+        self._engine = engine
         self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
         self._registered: list[RemovableHandle] = []  # on `named_params`, if there are rounds
         self.num_hooks_ever = 0  # of all code, when these hooks were last
@@ -103,10 +102,10 @@ class ParamHooks:
         return [param for _, param in self.named_params]
 
     def register(self) -> None:
-        """Registers the hooks; again after a regrouping, which changes the functions to call."""
+        """Registers the hooks; again after a regrouping, because parameters have other buckets."""
         remove_all(self._registered)
-        for param, hook in zip(self.params, self.arrivals.hooks, strict=True):
-            self._registered.append(private.hook_gradients(param, hook))
+        for param, bucket in zip(self.params, self.arrivals.bucket_of, strict=True):
+            self._registered.append(private.hook_gradients(param, bucket.hook))
         self.num_hooks_ever = private.num_hooks_ever()
 
     def run_last(self) -> bool:
@@ -129,7 +128,7 @@ class ParamHooks:
         for key in wanted.keys() - self.watched.keys():
             param = wanted[key]
             with contextlib.suppress(RuntimeError):  # it can never be trained
-                hook = private.hook_gradients(param, self._listener.arrives_outside)
+                hook = private.hook_gradients(param, self._engine.arrives_outside)
                 self.watched[key] = param, hook
             if may_have_arrived and param.grad is not None:
                 self.outside[key] = param
@@ -265,72 +264,4 @@ def _watchers_of(param: Tensor) -> Iterator[Any]:
     for hook in private.post_accumulate_hooks(param):
         arrivals = getattr(getattr(hook, "__self__", None), "arrivals", None)
         if isinstance(arrivals, Arrivals) and not arrivals.is_closed:
-            yield arrivals.listener
-
-
-def is_outermost_forward() -> bool:
-    """Returns False in a recomputation inside a backward and in an evaluation: other ranks do not
-    wait for these."""
-    return private.graph_task_id() == -1 and torch.is_grad_enabled()
-
-
-class OutermostEnd:
-    """Tells the `listener` of the end of the outermost of nested backwards; a reentrant checkpoint
-    runs one inside another.
-
-    Also tells it when a watched backward is gone, which it may be before its end: an exception has
-    ended it.
-    """
-
-    def __init__(self, listener: BackwardListener) -> None:
-        self.listener = listener
-        self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
-
-    @property
-    def is_coming(self) -> bool:
-        """True if a watched backward still runs.
-
-        A backward that an exception has ended does not, and never reaches its end.
-        """
-        return any(watch() is not None for watch in self._watches.values())
-
-    def watch(self, task: int) -> None:
-        """Called from a hook that runs in backward `task`; once per task is enough."""
-        if task not in self._watches:
-            watch = _BackwardEnd(self)
-            self._watches[task] = weakref.ref(watch, lambda _: self.listener.backward_is_gone())
-            private.call_after_backward(watch)
-
-    def forget(self) -> None:
-        """Forgets the backwards of this round, including those that an exception ended."""
-        self._watches.clear()
-
-
-class _BackwardEnd:
-    """The callback at the end of a backward.
-
-    Only that backward holds it, so it is gone as soon as the backward is.
-    """
-
-    __slots__ = ("__weakref__", "_outermost")
-
-    def __init__(self, outermost: OutermostEnd) -> None:
-        self._outermost = outermost
-
-    @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
-    def __call__(self) -> None:
-        node = private.enclosing_node()
-        if node is None:
-            self._outermost.listener.backward_ends()
-            return
-
-        # If that node raises, the end never comes, although this object may stay alive.
-        self._outermost.listener.backward_is_gone()
-
-        # The task ran inside a node of an outer one: when that node is done, wait for the end of
-        # the outer task.
-        def climb(*_gradients: Any) -> None:  # holds this object until then
-            handle.remove()
-            self._outermost.watch(private.graph_task_id())
-
-        handle = node.register_hook(climb)
+            yield arrivals.engine

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from undertow.engine.step_settings import ALONE, Settings, digest_of
+from undertow.engine.step_settings import ALONE, Settings
 
 
 class Forward(IntEnum):
@@ -95,14 +95,6 @@ class Steps:
         accepts the mode of the others.
         """
         return int(self._params == set()) if self._have_ever_been else None
-
-    @property
-    def digest(self) -> int | None:
-        """The same on ranks that have stepped with the same settings.
-
-        None on a rank that has not stepped; it then accepts the digest of the others.
-        """
-        return digest_of(self.settings) if self.settings else None
 
     def are_due_for(self, params: Collection[int]) -> bool:
         """Returns True if these parameters, by id, have not stepped on the last round's result

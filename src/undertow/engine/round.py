@@ -5,7 +5,7 @@ Reasons: docs/design/buckets.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import repeat
@@ -20,7 +20,7 @@ from undertow.buckets.trailer import Reading
 from undertow.device import Accelerator
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
-from undertow.engine.step_settings import Settings
+from undertow.engine.step_settings import Settings, digest_of
 from undertow.plan import Bucket, signature_of
 from undertow.plan.facts import Fact
 from undertow.schedule import OpKind
@@ -65,8 +65,6 @@ class Terms:
     settings: Settings = ()  # of optimizers that have stepped since the last synchronization
     is_loaded: bool = False  # all ranks are to compare parameters, because of a load
     is_stopping: bool = False  # a signal has asked a rank to stop, as far as this one knows
-    # facts that must be the same on every rank
-    digests: Mapping[str, int | None] = field(default_factory=dict)
     rescale: float = 1.0  # factor for the mean over all ranks, if some of them have run out of data
     is_read_at_once: bool = False  # on devices too: the contents of its trailers count when it ends
 
@@ -81,6 +79,8 @@ class Findings:
     unused: dict[int, list[int]] = field(default_factory=dict)
     keeps_earlier: bool = False  # the results are added to earlier ones of the step
     readings: list[Reading] = field(default_factory=list)  # of trailers
+    # that this rank has told in the first round of these whose ranks have told different ones
+    unlike_settings: Settings | None = None
     # bucket -> positions, on any rank
     nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)
     busy_ms: tuple[float, ...] = ()  # of each rank
@@ -90,10 +90,11 @@ class Findings:
         """Buckets with a gradient, on some rank, that arrived after they had been launched."""
         return self.reported(Fact.LATE, overdue=False)
 
-    @property
-    def unlike(self) -> set[str]:
-        """The digests that differ between ranks."""
-        return {fact for reading in self.readings for fact in reading.unlike}
+    def add(self, reading: Reading, settings: Settings) -> None:
+        """Adds a reading of a trailer that compares these settings."""
+        self.readings.append(reading)
+        if self.unlike_settings is None and Fact.SETTINGS in reading.unlike:
+            self.unlike_settings = settings
 
     def reported(self, fact: Fact, *, overdue: bool = True) -> list[int]:
         """Returns the ranks, or buckets, with this flag.
@@ -139,9 +140,9 @@ class Round:
         """Starts it under a plan, once."""
         self.has_started = True
         self.compiled, self.hooks, self.terms = compiled, hooks, terms
-        self.found.readings += compiled.round_begins(
-            is_synchronized=self.kind is not RoundKind.ACCUMULATE
-        )
+        is_synchronized = self.kind is not RoundKind.ACCUMULATE
+        for reading, settings in compiled.round_begins(is_synchronized=is_synchronized):
+            self.found.add(reading, settings)
 
     def bucket_is_full(self, index: int) -> None:
         """Called when all gradients of a bucket have arrived.
@@ -177,14 +178,14 @@ class Round:
     def _keep(self, bucket: LiveBucket) -> None:
         """Packs the gradients of a backward that only accumulates; they stay on this rank."""
         self.kept.add(bucket.spec.index)
-        packs, binds = (OpKind.PACK, self._pack_local), (OpKind.BIND, self._bind_local)
+        packs, binds = (OpKind.PACK, self._pack_local), (OpKind.BIND, LiveBucket.bind_local)
         self.compiled.run(packs, binds, bucket=bucket)
 
     def _send_next(self) -> None:
         compiled, bucket = self.compiled, self.compiled.buckets[self.num_sent]
         self.num_sent += 1
         compiled.group.watch.check()
-        packs, sends = (OpKind.PACK, self._pack), (bucket.transfer.kind, self._launch)
+        packs, sends = (OpKind.PACK, self._pack), (bucket.kind, self._launch)
         compiled.run(packs, sends, bucket=bucket)
         if compiled.strategy.crossing is not None:
             compiled.run((compiled.strategy.crossing, self._launch_across), bucket=bucket)
@@ -220,16 +221,13 @@ class Round:
         self._follow_streams(bucket)
         bucket.pack_local()
 
-    def _bind_local(self, bucket: LiveBucket) -> None:
-        bucket.bind_local()
-
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
         hooks = self.hooks
         arrivals = None if hooks is None else hooks.arrivals.buckets[spec.index]
         if arrivals is not None and arrivals.streams:
             self._follow_streams(bucket)
-        bucket.transfer.mark_ready()
+        bucket.mark_ready()
         has_all = arrivals is not None and arrivals.is_full
         not_arrived = () if has_all else self._not_arrived(spec)
         unused = self.found.unused[spec.index] = bucket.gradients.pack(
@@ -276,12 +274,12 @@ class Round:
         return self.hooks.not_arrived(spec.params, self.hooks.arrivals.missing(spec.index))
 
     def _launch(self, bucket: LiveBucket) -> None:
-        bucket.transfer.start(bucket.trailer, self.compiled.turns.now)
+        bucket.start(self.compiled.turns.now)
         self.compiled.group.makes_call(bucket.label)
 
     def _launch_across(self, bucket: LiveBucket) -> None:
         """Sends a shard over the second axis of a mesh."""
-        bucket.transfer.start_across(self.compiled.turns.now)
+        bucket.start_across(self.compiled.turns.now)
 
     def _own_facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some
@@ -304,20 +302,27 @@ class Round:
         if self.terms.is_stopping:
             flags[Fact.STOPPING] = here
         if has_late:
-            for bucket in compiled.buckets:
-                late = bucket.catch_late()
-                if late:
-                    self.late[bucket.spec.index] = late
+            self._catch_late()
             flags[Fact.LATE] = list(self.late)
+        # Without a digest, this rank accepts the digest of the others. If this round tells of a
+        # change, the next one tells the settings.
+        digests: dict[str, int | None] = {}
+        if self.kind is RoundKind.REDUCE and self.terms.settings:
+            digests[Fact.SETTINGS] = digest_of(self.terms.settings)
         return Facts(
-            digests=self.terms.digests,
-            flags=flags,
-            numbers={Fact.BUSY_MS: compiled.recorder.busy_ms()},
+            digests=digests, flags=flags, numbers={Fact.BUSY_MS: compiled.recorder.busy_ms()}
         )
+
+    def _catch_late(self) -> None:
+        """Takes gradients out of `.grad` that arrived after their bucket was packed."""
+        for bucket in self.compiled.buckets:
+            late = bucket.catch_late()
+            if late:
+                self.late[bucket.spec.index] = late
 
     def _bind(self, bucket: LiveBucket) -> None:
         with self.compiled.group.watch.waiting(bucket.label):
-            bucket.transfer.finish()
+            bucket.finish()
             if self.terms.rescale != 1.0:
                 for value in bucket.gradients.values():
                     value.mul_(self.terms.rescale)
@@ -335,7 +340,7 @@ class Round:
         compiled = self.compiled
         if not (compiled.group.hardware.is_host or must_know or compiled.is_learning):
             # the host does not wait for a device
-            compiled.snapshots.append(bucket.trailer.snapshot())
+            compiled.snapshots.append((bucket.trailer.snapshot(), self.terms.settings))
             return None
         if bucket.spec.trailer.facts:  # the last bucket
             found.busy_ms = bucket.trailer.numbers(Fact.BUSY_MS)
@@ -345,7 +350,7 @@ class Round:
         else:
             reading = bucket.trailer.read()
         if reading is not None:
-            found.readings.append(reading)
+            found.add(reading, self.terms.settings)
             if reading.nonfinite:
                 found.nonfinite[index] = reading.nonfinite
         return reading

@@ -1,4 +1,5 @@
-"""The rounds of one engine: how each begins, runs stage after stage, and ends.
+"""The rounds of one engine: how each begins, how the end of its backward is found, and how it runs
+stage after stage.
 
 Reasons: docs/design/backward.md.
 """
@@ -6,21 +7,22 @@ Reasons: docs/design/backward.md.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import assert_never
 
 from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.recorder import Recorder
 from undertow.engine import agreed_errors
+from undertow.engine.arrivals import BackwardListener
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
-from undertow.engine.hooks import OutermostEnd, users_hooks
+from undertow.engine.hooks import users_hooks
 from undertow.engine.moves import Moves
 from undertow.engine.progress import Gradients, Progress
 from undertow.engine.rebuild import hear_of_change, rebuild, require_changed_alike, tell_of_change
 from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.errors import UndertowError
-from undertow.plan.facts import Fact
 from undertow.torch_private import private
 
 
@@ -81,15 +83,11 @@ class Rounds:
         if current_plan.change is None:
             begun.start(current_plan.compiled, current_plan.hooks, self._terms(begun))
 
-    def _terms(self, begun: Round, *, is_leaving: bool = False) -> Terms:
-        """Returns the conditions of a round that starts now.
-
-        `is_leaving`: they are for the round before it, which tells of a change of the plan.
-        """
+    def _terms(self, begun: Round) -> Terms:
+        """Returns the conditions of a round that starts now, or of the one before it that tells of
+        a change of the plan."""
         current_plan, progress, checks = self._current_plan, self._progress, self._checks
         hooks, steps = current_plan.hooks, progress.steps
-        # the round after that one tells the settings
-        is_telling = begun.kind is RoundKind.REDUCE and not is_leaving
         is_stopping = checks.stop.is_heard_of and checks.stop.is_told
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
@@ -104,7 +102,6 @@ class Rounds:
             settings=steps.settings,
             is_loaded=checks.loads.are_known,
             is_stopping=is_stopping,
-            digests={Fact.SETTINGS: steps.digest} if is_telling else {},
             rescale=progress.rescale * (current_plan.group.num_ranks if begun.op == "sum" else 1),
             is_read_at_once=is_read_at_once,
         )
@@ -163,8 +160,7 @@ class Rounds:
         """Sends the buckets of the plan in force."""
         plans, progress = self._current_plan, self._progress
         is_reduced = plans.compiled.strategy.reduces_micro_batches and progress.has_accumulated
-        terms = self._terms(ending, is_leaving=True)
-        ending.told = tell_of_change(plans, terms, has_shards=is_reduced)
+        ending.told = tell_of_change(plans, self._terms(ending), has_shards=is_reduced)
         return Stage.REBUILD
 
     def _rebuild(self, ending: Round) -> Stage | None:
@@ -371,3 +367,65 @@ class Rounds:
             self.finish()
         if failed.has_failed:  # after gradients are back: a plan may be moved
             self._round_has_failed(failed)
+
+
+class OutermostEnd:
+    """Tells the `engine` of the end of the outermost of nested backwards; a reentrant checkpoint
+    runs one inside another.
+
+    Also tells it when a watched backward is gone, which it may be before its end: an exception has
+    ended it.
+    """
+
+    def __init__(self, engine: BackwardListener) -> None:
+        self.engine = engine
+        self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
+
+    @property
+    def is_coming(self) -> bool:
+        """True if a watched backward still runs.
+
+        A backward that an exception has ended does not, and never reaches its end.
+        """
+        return any(watch() is not None for watch in self._watches.values())
+
+    def watch(self, task: int) -> None:
+        """Called from a hook that runs in backward `task`; once per task is enough."""
+        if task not in self._watches:
+            watch = _BackwardEnd(self)
+            self._watches[task] = weakref.ref(watch, lambda _: self.engine.backward_is_gone())
+            private.call_after_backward(watch)
+
+    def forget(self) -> None:
+        """Forgets the backwards of this round, including those that an exception ended."""
+        self._watches.clear()
+
+
+class _BackwardEnd:
+    """The callback at the end of a backward.
+
+    Only that backward holds it, so it is gone as soon as the backward is.
+    """
+
+    __slots__ = ("__weakref__", "_outermost")
+
+    def __init__(self, outermost: OutermostEnd) -> None:
+        self._outermost = outermost
+
+    @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
+    def __call__(self) -> None:
+        node = private.enclosing_node()
+        if node is None:
+            self._outermost.engine.backward_ends()
+            return
+
+        # If that node raises, the end never comes, although this object may stay alive.
+        self._outermost.engine.backward_is_gone()
+
+        # The task ran inside a node of an outer one: when that node is done, wait for the end of
+        # the outer task.
+        def climb(*_gradients: object) -> None:  # holds this object until then
+            handle.remove()
+            self._outermost.watch(private.graph_task_id())
+
+        handle = node.register_hook(climb)

@@ -14,6 +14,7 @@ import contextlib
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -164,6 +165,12 @@ class _Hook:
         events = self._events()
         if events is not None:
             events.load_begins()
+
+
+def is_outermost_forward() -> bool:
+    """Returns False in a recomputation inside a backward and in an evaluation: other ranks do not
+    wait for these."""
+    return private.graph_task_id() == -1 and torch.is_grad_enabled()
 
 
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

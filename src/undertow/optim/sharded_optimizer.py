@@ -158,6 +158,7 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         Raises:
             ConfigError: If the step of a class changes the settings of its groups.
         """
+        # torch has called `BeforeSteps.step_begins`, as before the step of every optimizer.
         loss, own = None, self._sync._own
         if closure is not None:
             with torch.enable_grad():

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.plan.layout import equal_parts, round_up
-from undertow.ranks.handle import Handle, Work
-from undertow.ranks.messages import (
+from undertow.ranks.exchange_messages import (
     Arriving,
     ExchangeStage,
     Gathering,
@@ -24,6 +23,7 @@ from undertow.ranks.messages import (
     aligned_sizes,
     are_uneven,
 )
+from undertow.ranks.handle import Handle, Work
 from undertow.ranks.parcels import Parcel
 from undertow.ranks.transport import OwnGroup
 

@@ -22,8 +22,8 @@ from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.plan.layout import equal_parts
 from undertow.ranks.backend_collectives import BackendCollectives
+from undertow.ranks.exchange_messages import Borrowed, Gathering, Recut, Wait
 from undertow.ranks.handle import Handle, Task
-from undertow.ranks.messages import Borrowed, Gathering, Recut, Wait
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.posted_messages import PostedMessages
 from undertow.ranks.transport import OwnGroup

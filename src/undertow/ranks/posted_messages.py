@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.plan.layout import equal_parts, round_up
-from undertow.ranks.handle import Handle, ThreadWork, Work
-from undertow.ranks.messages import (
+from undertow.ranks.exchange_messages import (
     Arriving,
     Borrowed,
     ExchangeStage,
@@ -26,6 +25,7 @@ from undertow.ranks.messages import (
     aligned_sizes,
     are_uneven,
 )
+from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.parcels import ALIGN_BYTES, Parcel, sum_in_order
 from undertow.ranks.threads import Worker
 from undertow.ranks.transport import OwnGroup

@@ -332,11 +332,12 @@ class _WaitHook(ModuleHook):
 
     def __init__(self, module: nn.Module, gathers: Gathers, buckets: Collection[int]) -> None:
         super().__init__(module, gathers.wait)
-        self._buckets, self._are_there = buckets, gathers.in_flight.keys().isdisjoint
+        self._gathers, self._buckets = gathers, buckets
+        self._are_there = gathers.in_flight.keys().isdisjoint
 
     def __call__(self, called: nn.Module, *_arguments: Any) -> None:
         if not is_exporting() and not self._are_there(self._buckets) and called is self._module():
-            self._then(self._buckets)  # `Gathers.wait`
+            self._gathers.wait(self._buckets)
 
 
 def wait_before_forwards(module: nn.Module, gathers: Gathers) -> list[RemovableHandle]:

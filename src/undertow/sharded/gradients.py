@@ -40,8 +40,8 @@ class ShardedGradients:
     ) -> None:
         self.memory, self.shard = memory, shard
         self.earlier: Collection[int] = ()
-        # Copies of packed gradients into the bucket, for another thread, so that backward
-        # continues.
+        # Copies of packed gradients into the bucket. `ReduceScatter.start` makes them, over gloo in
+        # the thread that sends, so that backward continues.
         self.copies: list[Copy] = []
         self._params = params
         self._parts = parts

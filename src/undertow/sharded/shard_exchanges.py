@@ -14,8 +14,8 @@ from undertow.config import SyncConfig
 from undertow.plan import Bucket
 from undertow.plan.layout import equal_parts, round_up
 from undertow.ranks.dither import Rounding, Turn
+from undertow.ranks.exchange_messages import are_uneven
 from undertow.ranks.exchanges import Exchanges, accumulation_dtype, exchanges_over
-from undertow.ranks.messages import are_uneven
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.transport import OwnGroup
 from undertow.wire import Wire, wire_for

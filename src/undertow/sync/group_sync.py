@@ -21,10 +21,10 @@ from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.engine.alike_findings import AlikeFindings
 from undertow.engine.before_steps import BeforeSteps
 from undertow.engine.engine import Engine
-from undertow.engine.hooks import earlier_watchers, is_outermost_forward, is_watched
+from undertow.engine.hooks import earlier_watchers, is_watched
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Forward
-from undertow.engine.step_events import StepEvents
+from undertow.engine.step_events import StepEvents, is_outermost_forward
 from undertow.engine.stop import StopRequest
 from undertow.errors import PhaseError, require
 from undertow.mesh.axes import everyone, other_groups, replica_of, require_fits_replicas

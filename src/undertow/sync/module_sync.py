@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.engine.agreed_errors import require_outside_of_backward
 from undertow.engine.engine import Engine, SiblingEngines
-from undertow.engine.hooks import is_outermost_forward
+from undertow.engine.step_events import is_outermost_forward
 from undertow.errors import all_of
 from undertow.sync.group_sync import GroupSync
 from undertow.torch_private import private

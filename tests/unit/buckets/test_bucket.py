@@ -1,4 +1,4 @@
-"""What a bucket does with `.grad`, and that recording its transfer changes nothing in it."""
+"""What a bucket does with `.grad`, and when it marks its times."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from support.strategies import spec
+from undertow.buckets.bucket import LiveBucket, Shared
 from undertow.buckets.gradients import WholeGradients
 from undertow.buckets.memory import BucketMemory, Copy
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.buckets.sparse import SparseGradients
 from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import BucketTransfer, RecordedTransfer
+from undertow.buckets.transfer import BucketTransfer
 from undertow.device import device_of
 from undertow.plan import plan_from_groups
 from undertow.ranks.dither import Turn
@@ -197,14 +198,18 @@ class _Recorder:
 @pytest.mark.parametrize("is_only", [True, False])
 def test_marks_lie_around_the_start_and_the_wait(is_only: bool) -> None:
     events: list[str] = []
-    recorder: object = _Recorder(events)
-    transfer = RecordedTransfer(_Transfer(events), recorder, 3, is_only=is_only)  # type: ignore[arg-type]
-    trailer: object = None
-    transfer.mark_ready()
-    transfer.start(trailer, Turn(0))  # type: ignore[arg-type]
-    transfer.finish()
+    params = [nn.Parameter(torch.zeros(3))]
+    plan = plan_from_groups([spec("one", 3)] * (1 if is_only else 2), [(0,)] if is_only else [(0,), (1,)], num_ranks=2)
+    first, *_ = plan.buckets
+    reducer: Any = SimpleNamespace(group=SimpleNamespace(num_ranks=2, rank=0, names=(0, 1)))
+    recorder: Any = _Recorder(events)
+    gradients = WholeGradients(params, BucketMemory(first, params))
+    bucket = LiveBucket(first, Shared(plan, params, reducer, recorder), gradients, _Transfer(events))
+    bucket.mark_ready()
+    bucket.start(Turn(0))
+    bucket.finish()
     assert events == ["mark", "mark", "start", "completes", "mark", "wait", "mark"]
-    assert (transfer.kind, transfer.is_completed()) == (OpKind.ALL_REDUCE, True)
+    assert (bucket.kind, bucket.is_completed()) == (OpKind.ALL_REDUCE, True)
 
 
 def test_a_model_that_is_dropped_in_a_backward_is_not_in_one_any_more() -> None:

@@ -15,7 +15,8 @@ from undertow.ranks.alike import alike
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
     result = Round(kind=RoundKind.REDUCE, terms=Terms(number=5, mode=0), has_failed=has_failed)
-    result.found.readings += [Reading(**{"used": frozenset(), "ranks_differ": False, **said}) for said in readings]
+    for said in readings:
+        result.found.add(Reading(**{"used": frozenset(), "ranks_differ": False, **said}), ())
     return result
 
 

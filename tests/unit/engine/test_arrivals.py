@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.strategies import lowerings, plans
-from undertow.engine.arrivals import Arrivals
-from undertow.engine.backward_listener import BackwardListener
+from undertow.engine.arrivals import Arrivals, BackwardListener
 from undertow.plan import Plan
 from undertow.schedule import Op, OpKind, Releases, Schedule, lower_data_parallel
 from undertow.schedule.op import EXTERNAL
@@ -53,12 +52,12 @@ def arrivals_of(
     **more: Callable[..., Any],
 ) -> Arrivals:
     given = {"backward_id": lambda: 7, **more}
-    return Arrivals(buckets, range(num_params), listener=Listener(on_full, on_backward), **given)
+    return Arrivals(buckets, range(num_params), engine=Listener(on_full, on_backward), **given)
 
 
 def arrives(arrivals: Arrivals, index: int) -> None:
     """Calls the hook of a parameter, as autograd does."""
-    arrivals.hooks[index](arrivals._params[index])
+    arrivals.bucket_of[index].hook(arrivals._params[index])
 
 
 class Tracker:
@@ -339,7 +338,7 @@ def test_an_arrival_that_is_counted_when_its_hooks_are_closed_fills_no_bucket() 
 
 def test_what_a_hook_of_the_users_returns_is_no_parameter() -> None:
     arrivals = arrivals_of([(0, 1, 2)], 3, on_full=int)
-    arrivals.hooks[0](object())  # torch passes it on, and then refuses it
+    arrivals.bucket_of[0].hook(object())  # torch passes it on, and then refuses it
     arrives(arrivals, 1)
     assert (arrivals.arrived, arrivals.absent, arrivals.missing(0)) == ({1}, {0, 2}, {0, 2})
 

@@ -35,6 +35,7 @@ from undertow.buckets.bucket_layout import BucketLayout
 from undertow.buckets.reducer import Reducer
 from undertow.buckets.trailer import Reading
 from undertow.engine.rounds import Rounds
+from undertow.engine.step_settings import GroupSettings
 from undertow.errors import Desync, ReplicaMismatch
 from undertow.schedule import Op, OpKind
 from undertow.tune import trials
@@ -707,6 +708,18 @@ def test_a_trailer_that_comes_late_is_read_after_parameters_are_laid_out() -> No
         training.backward()
 
     assert all("PeerFailed: backward failed on rank 1" in error for error in errors_of(2, train, strategy="zero1"))
+
+
+def test_a_trailer_that_comes_late_names_the_settings_of_its_step() -> None:
+    def train(training: Training) -> None:
+        training.step()
+        later = Reading(used=frozenset(), ranks_differ=False, unlike=("settings",), is_overdue=True)
+        told = GroupSettings("group 0 of SGD", (("lr", str(training.rank.number)),))
+        one_process.reads_late(training.sync, later, (told,))
+        training.backward()  # after a step with the same settings
+
+    errors = errors_of(2, train)
+    assert all("first difference: lr of group 0 of SGD is 0 on rank 0, but 1 on rank 1" in error for error in errors)
 
 
 # Plans that all ranks move to

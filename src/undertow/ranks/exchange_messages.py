@@ -8,7 +8,9 @@ Borrowed   memory for messages
 
 An exchange is a chain of stages. A stage returns the messages to wait for, and the next stage; the
 carrier decides who waits: a thread of the host (`posted_messages`), or a stream
-(`backend_collectives`). `exchanges` has the stages, which are the same for both.
+(`backend_collectives`). `exchanges` has the stages, which are the same for both. They are functions
+and not one generator: on a device the last one runs in the first wait, and if Ctrl-C ends that, it
+must run again from its beginning in the next wait.
 
 Reasons: docs/design/exchanges.md.
 """
