@@ -146,10 +146,7 @@ class CurrentPlan:
         return not self.members.ids.isdisjoint(params) or self.members.has_new_of(params)
 
     def find_change_at_forward(self) -> None:
-        """Called by a forward.
-
-        Looks for a change of the module's parameters, also of those that are frozen now.
-        """
+        """Called by a forward: looks for a change, also of parameters that are frozen now."""
         self.is_stale = False
         if self.members.has_changed():
             self._set_change(begins_forward=True)
@@ -188,7 +185,8 @@ class CurrentPlan:
             gone = hooks.ids.difference(id(param) for _, param in named_params)
             # A parameter that is only gone, maybe lent for a call, stays in the plan until a
             # forward finds that it has left.
-            has_others = bool(gone & leaving) or not self._has_all(named_params, of=compiled)
+            has_others = bool(gone & leaving) or not self._has_all(named_params)
+            has_others |= self.members.are_others_frozen(present, planned=hooks.ids)
             change = None
             if has_others or reducer.hook is not compiled.reducer.hook:
                 planned = self._planned(named_params, reducer)
@@ -360,15 +358,16 @@ class CurrentPlan:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
         self.compiled.layout.wait_for_parameters()
 
-    def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
-        """Returns True if that plan has these parameters, in this order and unchanged, and perhaps
-        others."""
+    def _has_all(self, named_params: Sequence[tuple[str, Tensor]]) -> bool:
+        """Returns True if these are in the plan in force, unchanged and in this order."""
+        compiled = self.compiled
         specs = self.members.specs(named_params)
         wanted = [
             (id(param), spec, local_tensor(param).stride())
             for (_, param), spec in zip(named_params, specs, strict=True)
         ]
-        planned = zip(map(id, self.hooks.params), of.plan.params, of.strides, strict=True)
+        ids = map(id, self.hooks.params)
+        planned = zip(ids, compiled.plan.params, compiled.strides, strict=True)
         # each search continues after the one that was found
         return all(each in planned for each in wanted)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -86,6 +86,26 @@ CHANGES: dict[str, tuple[Callable[[Training], object], Difference]] = {
         Difference("new parameter 0", "'units.1.weight'", "missing"),
     ),
 }
+# Of parameters that nothing trains, such as a base beside adapters.
+FROZEN_CHANGES: dict[str, tuple[Callable[[Training], object], Difference]] = {
+    "a frozen one added": (
+        lambda training: training.module.units.append(made("linear", 9).requires_grad_(False)),
+        Difference("tensor 2", "'units.3.weight'", "missing"),
+    ),
+    "a frozen one removed": (
+        lambda training: training.module.units.__delitem__(2),
+        Difference("tensor 0", "missing", "'units.2.weight'"),
+    ),
+    "a frozen one cast": (
+        lambda training: training.module.units[2].bfloat16(),
+        Difference("dtype of tensor 0 ('units.2.weight')", "bfloat16", "float32"),
+    ),
+    "a frozen one replaced by an equal one": (
+        lambda training: training.module.units.__setitem__(2, made("linear", 2).requires_grad_(False)),
+        Difference("new parameter 0", "'units.2.weight'", "missing"),
+    ),
+}
+CHANGES |= FROZEN_CHANGES
 
 
 # What a rank does in a step. Its moment is that of the change, on one rank, and on the other one the moment that it waits for.
@@ -198,7 +218,7 @@ def is_possible(case: Case) -> bool:
         if (case.when in ACCUMULATIONS) != (case.other in ACCUMULATIONS):
             return False  # all ranks have as many micro-batches
     # A graph of the forward before has the old tensors, and torch itself refuses their gradients.
-    return case.change not in ("removed", "cast") or case.when not in AFTER_A_FORWARD
+    return case.change not in ("removed", "cast", "a frozen one cast") or case.when not in AFTER_A_FORWARD
 
 
 def cases() -> Iterator[Any]:
@@ -250,6 +270,32 @@ def test_a_change_on_one_rank_is_the_same_error_on_both_in_the_same_step(case: C
     assert at == at_second
 
 
+@pytest.mark.parametrize("change", FROZEN_CHANGES)
+def test_a_change_of_what_is_frozen_on_one_rank_is_the_same_error_on_both(change: str) -> None:
+    (first, at), (second, at_second) = errors_of(Case(change, 1, "ddp", "before the forward", "before the forward"))
+    assert CHANGES[change][1].text(1) in first
+    assert (first, at) == (second, at_second)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("change", FROZEN_CHANGES)
+def test_a_change_of_what_is_frozen_is_followed_once_if_all_ranks_make_it(change: str, strategy: str) -> None:
+    def on_rank(rank: Rank) -> list[int]:
+        training = Training(rank, strategy)
+        training.step()
+        CHANGES[change][0](training)
+        progress = training.sync._engine.progress
+        num_rounds = [progress.num_rounds]
+        for _ in range(3):
+            training.step()
+            num_rounds.append(progress.num_rounds)
+        training.sync.close()
+        return [after - before for before, after in pairwise(num_rounds)]
+
+    # A rebuild counts as a synchronization.
+    assert ranks_of(2, on_rank) == [[2, 1, 1], [2, 1, 1]]
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_backward_does_not_wait_for_a_model_that_leaves_outside_of_it(order: tuple[int, int]) -> None:
     def on_rank(rank: Rank) -> None:
@@ -272,7 +318,7 @@ def test_a_backward_does_not_wait_for_a_model_that_leaves_outside_of_it(order: t
     ranks_of(2, on_rank)
 
 
-@pytest.mark.parametrize("change", ["unfrozen", "frozen", "added", "cast"])
+@pytest.mark.parametrize("change", ["unfrozen", "frozen", "added", "cast", "a frozen one cast"])
 @pytest.mark.parametrize("changed", [0, 1])
 def test_ranks_go_on_once_they_have_changed_alike(changed: int, change: str) -> None:
     def on_rank(rank: Rank) -> None:
