@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import ClassVar, Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -26,7 +25,6 @@ from undertow.engine.agreed_errors import part_of_another
 from undertow.engine.backward_listener import BackwardListener
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import (
-    BackwardToken,
     GradientFactor,
     ParamHooks,
     call_at_registration,
@@ -34,14 +32,13 @@ from undertow.engine.hooks import (
 )
 from undertow.engine.params import ModuleParams
 from undertow.engine.tuning import Tuning, order_of
+from undertow.engine.wait_turn import WaitTurn
 from undertow.errors import PhaseError, require
 from undertow.mesh.axes import are_even, require_distributed_before, require_fits
 from undertow.mesh.local_tensors import KeptPlacements, local_params, local_tensor
 from undertow.plan import Plan, first_plan
 from undertow.ranks.agreement import BUILD_ALIKE, surroundings
 from undertow.ranks.transport import OwnGroup
-
-_Tokens: TypeAlias = weakref.WeakKeyDictionary["CurrentPlan", BackwardToken]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +78,6 @@ class CurrentPlan:
     tell which parameters outside of the plan get a gradient. The hooks call the `listener`.
     """
 
-    # Models of this process that are about to rebuild, each with the backward that does it: one
-    # backward may reach several. Other ranks run as threads of this process in tests only.
-    _leaving: ClassVar[_Tokens] = weakref.WeakKeyDictionary()
-    _numbers: ClassVar[Iterator[int]] = count()  # in the order in which models are made
-
     def __init__(
         self,
         members: ModuleParams,
@@ -96,11 +88,10 @@ class CurrentPlan:
     ) -> None:
         self.members, self.group = members, group
         self._recorder, self._listener = recorder, listener
-        self._number = next(self._numbers)
+        self.turn = WaitTurn()
         self.change: Change | None = None
         self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
-        self.is_leaving = False  # it is about to rebuild
         self.placements = KeptPlacements(group.waiting, lambda error: group.watch.fail(error))
         self.compiled: CompiledPlan
         self.hooks: ParamHooks
@@ -213,18 +204,6 @@ class CurrentPlan:
         reducer = self.compiled.reducer if self.change is None else self.change.reducer
         return reducer.hook
 
-    @property
-    def is_earlier_leaving(self) -> bool:
-        """True if a model that was made earlier on this rank is about to rebuild.
-
-        Ranks wait in a rebuild, and one backward may reach the models in another order on another
-        rank. So the models of a rank rebuild in the order of their construction.
-        """
-        return self.is_leaving and any(
-            each._number < self._number and each.group.name == self.group.name and is_running
-            for each, is_running in list(self._leaving.items())
-        )
-
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
         changed = () if self.change is None else self.change.named_params
@@ -242,13 +221,6 @@ class CurrentPlan:
             raise part_of_another(name)
         self.compiled.layout.make_gradients_whole(change.named_params)
         self.note_written()
-        self._leaving[self] = BackwardToken()
-        self.is_leaving = True
-
-    def has_left(self) -> None:
-        """Called when a rebuild has ended, with or without success."""
-        self._leaving.pop(self, None)
-        self.is_leaving = False
 
     def new_params(self) -> list[tuple[str, Tensor]]:
         """Returns the module's parameters whose values the ranks have not compared or averaged."""
@@ -290,7 +262,6 @@ class CurrentPlan:
     def close(self) -> None:
         """Removes all hooks."""
         self._end_registrations()
-        self.has_left()
         self.compiled.reducer.close()
         self.hooks.close()
         self.placements.follow(())
@@ -438,7 +409,7 @@ class CurrentPlan:
                     self._recorder,
                     change.reducer,
                     None if is_observed else order_of(compiled.plan),
-                    number=self._number,
+                    number=self.turn.number,
                     earlier=None if before is None else self.hooks.tuning,
                 )
         self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active

@@ -256,27 +256,26 @@ class Engine(BackwardListener):
         self.rounds.end_backward(ending)
         self.rounds.advance(ending)
         if private.graph_task_id() != -1:
+            self.current_plan.turn.begins()
             private.call_after_backward(self._wait_after_others)
 
     @private.left_alone
     def _wait_after_others(self) -> None:
         """Called after the callbacks of all other engines.
 
-        With several models in one backward all launch, then all wait.
+        With several models in one backward all launch, then all wait, each until its turn.
         """
-        ending = self.rounds.now
+        ending, turn = self.rounds.now, self.current_plan.turn
         if ending is None or ending.stage is None:
+            turn.ends()
             return
-        if self.current_plan.is_leaving and self.current_plan.is_earlier_leaving:
-            private.call_after_backward(self._wait_after_others)
-            return
-        try:
-            self.rounds.advance(ending)
-        except BaseException:
-            self.siblings.finish_rounds()
-            raise
-        if ending.stage is not None:
-            private.call_after_backward(self._wait_after_others)
+        if turn.has_come:
+            try:
+                self.rounds.advance(ending)
+            except BaseException:
+                self.siblings.finish_rounds()
+                raise
+        private.call_after_backward(self._wait_after_others)
 
     # Calls of users, and of the object that they hold.
 

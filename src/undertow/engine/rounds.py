@@ -185,8 +185,6 @@ class Rounds:
         except BaseException:
             progress.round_ends(has_failed=True, is_last=ending.is_last)
             raise
-        finally:
-            self._current_plan.has_left()
         progress.num_rounds += 1
         return self._start_after_backward(ending)
 

@@ -318,6 +318,50 @@ def test_a_backward_does_not_wait_for_a_model_that_leaves_outside_of_it(order: t
     ranks_of(2, on_rank)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the later one's gradients first", "the earlier one's first"])
+@pytest.mark.parametrize("alike", [0, 1])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_of_two_models_in_one_backward_one_may_change_on_a_single_rank(changed: int, alike: int, order: tuple[int, int]) -> None:
+    def on_rank(rank: Rank) -> str:
+        models = [Training(rank, "ddp") for _ in range(2)]
+        for training in models:
+            training.step()
+            training.module.zero_grad()
+        for training in models if rank.number == changed else [models[alike]]:
+            CHANGES["unfrozen"][0](training)
+        first, second = (models[index].loss() for index in order)
+        with pytest.raises(PlanMismatch) as caught:
+            (first + second).backward()
+        for training in models:
+            with contextlib.suppress(PlanMismatch):
+                training.sync.close()
+        return str(caught.value)
+
+    first, second = ranks_of(2, on_rank)
+    assert CHANGES["unfrozen"][1].text(changed) in first
+    assert first == second
+
+
+def test_ranks_that_reach_two_models_in_different_backwards_wait_for_a_change() -> None:
+    """A limit: rank 1 rebuilds the later model, and rank 0 waits for the earlier one first."""
+
+    def on_rank(rank: Rank) -> None:
+        earlier, later = (Training(rank, "ddp") for _ in range(2))
+        for training in (earlier, later):
+            training.step()
+            training.module.zero_grad()
+        later.module.units[2].requires_grad_(True)
+        losses = [earlier.loss(), later.loss()]
+        if rank.number == 0:
+            sum(losses).backward()
+        else:
+            losses[1].backward()
+            losses[0].backward()
+
+    with pytest.raises(AssertionError, match="ranks wait for ever"):
+        ranks_of(2, on_rank)
+
+
 @pytest.mark.parametrize("change", ["unfrozen", "frozen", "added", "cast", "a frozen one cast"])
 @pytest.mark.parametrize("changed", [0, 1])
 def test_ranks_go_on_once_they_have_changed_alike(changed: int, change: str) -> None:
