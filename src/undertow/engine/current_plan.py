@@ -342,17 +342,19 @@ class CurrentPlan:
         # each search continues after the one that was found
         return all(each in planned for each in wanted)
 
-    def require_alike(
+    def require_alike(  # noqa: PLR0913  # the two ends of a comparison
         self,
         plan: Plan,
         params: Sequence[Tensor],
         reducer: Reducer,
         *,
         new: Sequence[str] = (),
+        refusal: str = "",
         remedy: str = BUILD_ALIKE,
         is_of_axis: bool = False,
     ) -> None:
-        """Compares the parameters and settings of all ranks, and the names of `new` parameters.
+        """Compares the parameters and settings of all ranks, the names of `new` parameters, and the
+        `refusal` of a change.
 
         A collective call, with `is_of_axis` of the data axis only. Raises PlanMismatch, on every
         rank, if ranks differ; if tensors do, the error has this `remedy`.
@@ -361,6 +363,7 @@ class CurrentPlan:
         settings = {
             **surroundings(self.group),
             "communication hook": None if hook is None else hook.name,
+            "refusal of the change": refusal or None,
             **self.compiled.reducer.config.to_dict(),
         }
         self.members.require_alike(

@@ -13,7 +13,7 @@ from support.levels import some
 from support.models import noise
 from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
-from undertow import ConfigError, GradientSync, PlanMismatch, ShardedOptimizer
+from undertow import ConfigError, GradientSync, PhaseError, PlanMismatch, ShardedOptimizer
 
 Moment = Callable[[], object]
 
@@ -152,6 +152,22 @@ def within_an_accumulation(training: Training, moment: Moment) -> None:
     training.optimizer.step()
 
 
+def between_micro_batches(training: Training, moment: Moment) -> None:
+    training.module.zero_grad()
+    with training.sync.accumulate():
+        training.loss().backward()
+    moment()
+    training.loss().backward()
+    training.optimizer.step()
+
+
+def keeps_gradients(training: Training, moment: Moment) -> None:
+    """No zero_grad() since the step before."""
+    moment()
+    training.loss().backward()
+    training.optimizer.step()
+
+
 def around_an_accumulation(training: Training, moment: Moment) -> None:
     """A forward outside of accumulate(), whose backward comes after an accumulation."""
     training.module.zero_grad()
@@ -185,7 +201,7 @@ def shadows(training: Training, moment: Moment) -> None:
     one_process.shadow(training.sync)
 
 
-BY_HAND = "before a reduction by hand"
+BY_HAND, BETWEEN = "before a reduction by hand", "between micro-batches"
 WAYS: dict[str, Callable[[Training, Moment], None]] = {
     "before the forward": before_the_forward,
     "within the forward": within_the_forward,
@@ -193,6 +209,8 @@ WAYS: dict[str, Callable[[Training, Moment], None]] = {
     "before an accumulation": before_an_accumulation,
     "within an accumulation": within_an_accumulation,
     "around an accumulation": around_an_accumulation,
+    BETWEEN: between_micro_batches,
+    "with gradients of the step before": keeps_gradients,
     "before finish": finishes,
     BY_HAND: reduces_by_hand,
     "in join": shadows,
@@ -209,14 +227,18 @@ class Case(NamedTuple):
     other: str  # where the other rank is then
 
 
+def micro_batch(way: str) -> str:
+    if way in ACCUMULATIONS:
+        return "first of two"
+    return "second of two" if way in (BY_HAND, BETWEEN) else "the only one"
+
+
 def is_possible(case: Case) -> bool:
     if case.when == "in join" or (case.other == "in join" and case.strategy != "ddp"):
         return False  # such a rank trains nothing; and join() refuses shards
-    if case.strategy == "zero2":  # it reduces each micro-batch
-        if BY_HAND in (case.when, case.other) or case.when == "within an accumulation":
-            return False  # no change is followed while shards of gradients are held
-        if (case.when in ACCUMULATIONS) != (case.other in ACCUMULATIONS):
-            return False  # all ranks have as many micro-batches
+    # It reduces each micro-batch: all ranks have as many, and are at the same one.
+    if case.strategy == "zero2" and micro_batch(case.when) != micro_batch(case.other):
+        return False
     # A graph of the forward before has the old tensors, and torch itself refuses their gradients.
     return case.change not in ("removed", "cast", "a frozen one cast") or case.when not in AFTER_A_FORWARD
 
@@ -294,6 +316,72 @@ def test_a_change_of_what_is_frozen_is_followed_once_if_all_ranks_make_it(change
 
     # A rebuild counts as a synchronization.
     assert ranks_of(2, on_rank) == [[2, 1, 1], [2, 1, 1]]
+
+
+Way = Callable[[Training, Moment], None]
+HOLDING = pytest.mark.parametrize(
+    ("strategy", "way"), [("zero2", between_micro_batches), ("zero1", keeps_gradients)], ids=["zero2", "zero1"]
+)
+
+
+@HOLDING
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_change_on_one_rank_that_holds_shards_is_the_same_error_on_both(changed: int, strategy: str, way: Way) -> None:
+    name = next(name for name, known in WAYS.items() if known is way)
+    (first, at), (second, at_second) = errors_of(Case("frozen", changed, strategy, name, name))
+    assert CHANGES["frozen"][1].text(changed) in first
+    assert (first, at) == (second, at_second)
+
+
+@HOLDING
+def test_a_change_of_all_ranks_that_hold_shards_is_refused_on_all(strategy: str, way: Way) -> None:
+    def on_rank(rank: Rank) -> list[str]:
+        training = Training(rank, strategy)
+        training.step()
+        with pytest.raises(PhaseError, match="the parameters have changed while sharded gradients are held"):
+            way(training, lambda: CHANGES["frozen"][0](training))
+        training.step()  # which begins with zero_grad()
+        names = [param.name for param in training.sync.plan.params]
+        training.sync.close()
+        return names
+
+    assert ranks_of(2, on_rank) == [["units.0.weight", "units.0.bias"]] * 2
+
+
+def test_a_change_that_only_some_ranks_can_follow_is_an_error_on_all() -> None:
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "zero1")
+        training.step()
+        CHANGES["frozen"][0](training)
+        if rank.number == 0:
+            training.module.zero_grad()
+        with pytest.raises(PlanMismatch) as caught:
+            keeps_gradients(training, lambda: None)
+        training.sync.close()
+        return str(caught.value)
+
+    for text in ranks_of(2, on_rank):
+        assert (
+            "first difference: refusal of the change is None on rank 0 and "
+            "'the parameters have changed while sharded gradients are held.' on rank 1"
+        ) in text
+
+
+def test_a_part_of_another_model_on_one_rank_is_the_same_error_on_both() -> None:
+    def on_rank(rank: Rank) -> str:
+        training, other = (Training(rank, "ddp") for _ in range(2))
+        training.step()
+        if rank.number == 0:
+            training.module.units.append(other.module.units[0])
+        with pytest.raises(PlanMismatch) as caught:
+            training.step()
+        for each in (training, other):
+            each.sync.close()
+        return str(caught.value)
+
+    first, second = ranks_of(2, on_rank)
+    assert "first difference: parameter 4 is 'units.3.weight' on rank 0 and missing on rank 1" in first
+    assert first == second
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
