@@ -251,6 +251,18 @@ def test_join_can_throw_on_all_ranks_when_one_has_run_out() -> None:
         backwards(ddp, MLP.loss, range(1 + dist.get_rank()))
 
 
+@in_ranks(2, timeout_s=20.0)
+def test_a_rank_without_data_waits_for_no_backward_of_a_model_that_trains_nothing() -> None:
+    with wrapped(mlp()) as ddp:
+        ddp.requires_grad_(False)
+        ddp(noise(3, 6))
+        ddp.finish()  # all agree that nothing is trained
+        with ddp.join():
+            for step in range(1 + dist.get_rank()):
+                ddp(noise(3, 6, step=step))
+        assert not ddp.plan.params
+
+
 NOT_WITH_SHARDS = (
     "join() cannot be used with a ShardedOptimizer: each step needs all shards, and a rank without data does not step.\n"
     "  join\n"

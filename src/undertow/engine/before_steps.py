@@ -136,7 +136,7 @@ class BeforeSteps(StepListener):
         """
         engine, current_plan = self._engine, self._current_plan
         progress = engine.progress
-        if not engine.meets or not self._has_own_gradients(params):
+        if not current_plan.is_active or not self._has_own_gradients(params):
             return
         where = self._place(reader)
         if engine.is_accumulating:
@@ -150,7 +150,8 @@ class BeforeSteps(StepListener):
         follows_forward = progress.accumulated is not Accumulated.NOTHING
         engine.siblings.owe_averages()
         engine.run_outside_of_backward()
-        self._tell_of_late_average(where, follows_forward=follows_forward)
+        if current_plan.trains:
+            self._tell_of_late_average(where, follows_forward=follows_forward)
 
     def finish_before_look(self, params: Iterable[Tensor], *, reader: str, is_by_all: bool) -> None:
         """Runs a synchronization before `reader` reads gradients of these parameters, if one is

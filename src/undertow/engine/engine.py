@@ -104,7 +104,7 @@ class Engine(BackwardListener):
     def is_backward_due(self) -> bool:
         """True if a training forward has run whose backward is to synchronize, and no
         synchronization has followed."""
-        return self.progress.is_owed and self.meets
+        return self.progress.is_owed and self.current_plan.trains
 
     @property
     def is_closure_idle(self) -> bool:
@@ -119,16 +119,6 @@ class Engine(BackwardListener):
         """True if neither a training forward nor a synchronization has begun the step."""
         return not self.progress.is_owed and not (
             self.progress.steps.are_due and self.current_plan.has_result
-        )
-
-    @property
-    def meets(self) -> bool:
-        """True if the other ranks are needed.
-
-        A rank that trains nothing is needed for the parameters of its siblings.
-        """
-        return self.current_plan.trains or (
-            self.current_plan.is_active and self.siblings.are_several
         )
 
     # A forward.
@@ -344,7 +334,7 @@ class Engine(BackwardListener):
         self.current_plan.hooks.arrived_before.clear()
         self.progress.is_averaged()
         self.current_plan.find_change()
-        if self.meets:
+        if self.current_plan.is_active:
             with gradients_aside(self.current_plan.all_params()):
                 self.rounds.begin(RoundKind.SHADOW, is_last=not self.is_accumulating)
                 self.backward_ends()
@@ -358,7 +348,7 @@ class Engine(BackwardListener):
     def run_outside_of_backward(self) -> None:
         """Sends accumulated gradients and waits for them; then all siblings do that owe a round."""
         own: tuple[Callable[[], object], ...] = ()
-        if self.meets and not self.is_closed:
+        if self.current_plan.is_active and not self.is_closed:
             own = (self._launch_accumulated, self.rounds.finish)
         self.progress.is_owed = False
         all_of(*own, self.siblings.finish_owed)

@@ -384,6 +384,49 @@ def test_a_part_of_another_model_on_one_rank_is_the_same_error_on_both() -> None
     assert first == second
 
 
+def steps_without_backward(training: Training) -> None:
+    training.loss()
+    training.optimizer.step()
+
+
+def steps_after_an_accumulation(training: Training) -> None:
+    with training.sync.accumulate():
+        training.loss()
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda training: training.sync.finish(),
+        lambda training: one_process.shadow(training.sync),
+        steps_without_backward,
+        steps_after_an_accumulation,
+    ],
+    ids=["finish", "join", "step", "step after accumulate"],
+)
+def test_a_rank_starts_to_train_while_the_others_train_nothing(other: Callable[[Training], object], changed: int) -> None:
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "ddp")
+        training.module.requires_grad_(False)
+        training.loss()
+        training.sync.finish()  # all agree that nothing is trained
+        assert not training.sync.plan.params
+        with pytest.raises(PlanMismatch) as caught:
+            if rank.number == changed:
+                CHANGES["added"][0](training)
+                training.step()
+            else:
+                other(training)
+        training.sync.close()
+        return str(caught.value)
+
+    first, second = ranks_of(2, on_rank)
+    assert Difference("parameter 0", "'units.3.weight'", "missing").text(changed) in first
+    assert first == second
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_backward_does_not_wait_for_a_model_that_leaves_outside_of_it(order: tuple[int, int]) -> None:
     def on_rank(rank: Rank) -> None:
