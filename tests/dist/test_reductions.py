@@ -29,6 +29,7 @@ from undertow import (
     Desync,
     DistributedDataParallel,
     PhaseError,
+    PlanMismatch,
     ShardedOptimizer,
     SyncConfig,
 )
@@ -261,6 +262,19 @@ def test_a_rank_without_data_waits_for_no_backward_of_a_model_that_trains_nothin
             for step in range(1 + dist.get_rank()):
                 ddp(noise(3, 6, step=step))
         assert not ddp.plan.params
+
+
+@in_ranks(2, timeout_s=20.0)
+def test_a_layer_that_one_rank_adds_at_the_end_of_its_data_is_an_error_on_all() -> None:
+    with wrapped(mlp()) as ddp:
+
+        def epoch() -> None:
+            with ddp.join():
+                MLP.loss(ddp, 0).backward()
+                if dist.get_rank() == 1:
+                    ddp.module.append(nn.Linear(4, 4))
+
+        assert "first difference: parameter 4 is missing on rank 0 and '3.weight' on rank 1" in text_of(PlanMismatch, epoch)
 
 
 NOT_WITH_SHARDS = (

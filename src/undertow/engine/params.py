@@ -258,6 +258,15 @@ class ModuleParams:
             is_of_axis=is_of_axis,
         )
 
+    def require_described_alike(self, group: OwnGroup, *, remedy: str) -> None:
+        """Compares the descriptions of all parameters of all ranks, trained or not.
+
+        A collective call. Raises PlanMismatch, on every rank, if ranks differ.
+        """
+        named_params = self.named_params()
+        described = [_description(spec_of(name, param), param) for name, param in named_params]
+        require_agreement(group, settings={}, params=described, remedy=remedy)
+
     def read_again(self) -> None:
         """Reads the tables of buffers, and the frozen parameters: all ranks have the same now."""
         self.common_frozen = self.frozen()

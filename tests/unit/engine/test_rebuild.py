@@ -1,6 +1,7 @@
 """Changes of the parameters on one rank only: the same error on every rank, in the same step, whatever the others do."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -382,6 +383,39 @@ def test_a_part_of_another_model_on_one_rank_is_the_same_error_on_both() -> None
     first, second = ranks_of(2, on_rank)
     assert "first difference: parameter 4 is 'units.3.weight' on rank 0 and missing on rank 1" in first
     assert first == second
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "cast", "a frozen one added", "a frozen one cast"])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_broadcast_of_parameters_that_one_rank_has_changed_is_an_error_on_both(changed: int, change: str) -> None:
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "ddp")
+        training.step()
+        if rank.number == changed:
+            CHANGES[change][0](training)
+        with pytest.raises(PlanMismatch) as caught:
+            training.sync.broadcast_parameters()
+        training.sync.close()
+        return str(caught.value)
+
+    first, second = ranks_of(2, on_rank)
+    assert "first difference: " in first
+    assert re.search(r"'units\.\d\.weight'", first)
+    assert first == second
+
+
+def test_a_broadcast_gives_parameters_that_all_ranks_have_added_the_same_values() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank, "ddp")
+        training.step()
+        training.module.units.append(made("linear", rank.number))
+        training.sync.broadcast_parameters()
+        training.step()
+        weights = rank.gather(training.module.units[3].weight)
+        assert torch.equal(*weights)
+        training.sync.close()
+
+    ranks_of(2, on_rank)
 
 
 def steps_without_backward(training: Training) -> None:
