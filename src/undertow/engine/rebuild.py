@@ -14,14 +14,15 @@ from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import ConfigError, PhaseError
 
 
-def tell_of_change(plans: CurrentPlan, terms: Terms, *, has_shards: bool) -> Round:
+def tell_of_change(plans: CurrentPlan, terms: Terms, *, op: str | None, has_shards: bool) -> Round:
     """Sends the buckets of the plan in force, without gradients and with the flag `Fact.CHANGED`.
 
-    `has_shards` is True if micro-batches of the step may have left shards of their gradients. A
-    rank that has not changed is in a usual round, so both find out. Does not wait. An error that
-    this rank has to raise is its `refusal` for now: other ranks wait for the buckets.
+    `op` is set for a reduction by hand. `has_shards` is True if micro-batches of the step may have
+    left shards of their gradients. A rank that has not changed is in a usual round, so both find
+    out. Does not wait. An error that this rank has to raise is its `refusal` for now: other ranks
+    wait for the buckets.
     """
-    told = Round(kind=RoundKind.RETIRE)
+    told = Round(kind=RoundKind.RETIRE, op=op)
     try:
         if has_shards:  # also of parameters that leave: the step would come without their gradients
             plans.compiled.layout.make_gradients_whole(plans.hooks.named_params)

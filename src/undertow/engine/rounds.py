@@ -165,7 +165,7 @@ class Rounds:
         plans, progress = self._current_plan, self._progress
         is_reduced = plans.compiled.strategy.reduces_micro_batches and progress.has_accumulated
         terms = self._terms(ending, is_leaving=True)
-        ending.told = tell_of_change(plans, terms, has_shards=is_reduced)
+        ending.told = tell_of_change(plans, terms, op=ending.op, has_shards=is_reduced)
         return Stage.REBUILD
 
     def _rebuild(self, ending: Round) -> Stage | None:
@@ -240,9 +240,12 @@ class Rounds:
             taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
         try:
             with agreed_errors.told_to_places(current_plan.group):
-                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
-                if found.readings:
+                # First: a rank that has changed alone may be in another step because of that. A
+                # rank whose backward has failed may not have come to its change.
+                if not found.reported(Fact.FAILED):
                     require_changed_alike(current_plan, ended)
+                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
+                require_changed_alike(current_plan, ended)
         except UndertowError:
             self._round_has_failed(ended)
             raise
