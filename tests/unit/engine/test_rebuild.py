@@ -15,6 +15,7 @@ from support.models import noise
 from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
 from undertow import ConfigError, GradientSync, PhaseError, PlanMismatch, ShardedOptimizer
+from undertow.buckets.trailer import Reading
 
 Moment = Callable[[], object]
 
@@ -575,6 +576,23 @@ def test_ranks_that_reach_two_models_in_different_backwards_wait_for_a_change() 
 
     with pytest.raises(AssertionError, match="ranks wait for ever"):
         ranks_of(2, on_rank)
+
+
+def test_a_change_that_is_read_a_step_later_is_an_error_then() -> None:
+    """As on a device."""
+    told = Reading(used=frozenset(), ranks_differ=False, flags={"changed": (1,)}, is_overdue=True)
+
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "ddp")
+        training.step()
+        one_process.reads_late(training.sync, told)
+        with pytest.raises(PlanMismatch) as caught:
+            training.step()
+        training.sync.close()
+        return str(caught.value)
+
+    for text in ranks_of(2, on_rank):
+        assert text.startswith("the parameters, or the communication hook, have changed on rank 1, but not on rank 0.\n")
 
 
 @pytest.mark.parametrize("change", ["unfrozen", "frozen", "added", "cast", "a frozen one cast"])
