@@ -175,13 +175,13 @@ class BeforeSteps(StepListener):
         return where if reader is None else f"{reader}, {where}"
 
     def _tell_of_late_average(self, where: str, *, follows_forward: bool) -> None:
-        """Warns once of a synchronization before a step, which nothing hides.
+        """Warns of a synchronization before a step, which nothing hides: once for each reason.
 
         Called after it: a warning may be an error, and other ranks would wait.
         """
-        progress = self._engine.progress
-        if not progress.has_told_of_average:
-            progress.has_told_of_average = True
+        told = self._engine.progress.told_of_averages
+        if follows_forward not in told:
+            told.add(follows_forward)
             agreed_errors.warn_of_late_average(where, follows_forward=follows_forward)
 
     def _has_own_gradients(self, params: set[int]) -> bool:
