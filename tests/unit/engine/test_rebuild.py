@@ -241,6 +241,8 @@ def is_possible(case: Case) -> bool:
     # It reduces each micro-batch: all ranks have as many, and are at the same one.
     if case.strategy == "zero2" and micro_batch(case.when) != micro_batch(case.other):
         return False
+    if case.change == "a frozen one removed" and case.when == "within the forward":
+        return False  # that forward is about to call it
     # A graph of the forward before has the old tensors, and torch itself refuses their gradients.
     return case.change not in ("removed", "cast", "a frozen one cast") or case.when not in AFTER_A_FORWARD
 
