@@ -73,14 +73,14 @@ def common_step(ddp: Any, ours: Any, bare: nn.Module, plain: Any, step: int) -> 
 ACCUMULATED = (
     "an optimizer steps on gradients that were not averaged: all their backwards ran inside accumulate() or no_sync(). They "
     "are averaged now, before the step, and no backward hides that. A norm that was clipped earlier was this rank's own.\n"
-    "  {}, synchronization 1, rank {}\n"
+    "  {}, synchronization {}, rank {}\n"
     "  Run the last backward of a step outside of it, also at the end of an epoch: is_last = (i + 1) % n == 0 or i + 1 == "
     "len(loader). If each rank is to step on its own gradients, step inside of it, with a plain optimizer."
 )
 BARE = (
     "an optimizer steps on gradients that were not averaged: no training forward of the wrapper preceded their backward. They "
     "are averaged now, before the step, and no backward hides that. A norm that was clipped earlier was this rank's own.\n"
-    "  {}, synchronization 1, rank {}\n"
+    "  {}, synchronization {}, rank {}\n"
     "  Call the wrapper, not model.module or a method of it; after attach(), call the module itself."
 )
 
@@ -88,15 +88,16 @@ BARE = (
 @in_ranks(2)
 @pytest.mark.parametrize("is_sharded", SHARDS)
 @pytest.mark.parametrize("text", [ACCUMULATED, BARE], ids=["accumulated", "of the bare module"])
-def test_a_step_averages_first_and_says_so_once(is_sharded: bool, text: str) -> None:
+def test_a_step_averages_first_and_says_so_once_for_each_reason(is_sharded: bool, text: str) -> None:
+    other = BARE if text == ACCUMULATED else ACCUMULATED
     with (
         models(is_sharded=is_sharded) as (ddp, ours, bare, plain),
         warnings.catch_warnings(record=True) as seen,
     ):
         warnings.simplefilter("always")
         common_step(ddp, ours, bare, plain, 0)
-        for step in (1, 2, 3):
-            if text == BARE:
+        for step, kind in enumerate((text, text, other, text, other), start=1):
+            if kind == BARE:
                 loss(ddp.module, step).backward()
                 loss(bare, step).backward()
             else:
@@ -106,8 +107,9 @@ def test_a_step_averages_first_and_says_so_once(is_sharded: bool, text: str) -> 
                 optimizer.step()
                 optimizer.zero_grad()
             require_same(ddp, bare)
-        common_step(ddp, ours, bare, plain, 4)
-    assert [str(warning.message) for warning in seen] == [text.format(type(ours).__name__, dist.get_rank())]
+        common_step(ddp, ours, bare, plain, 6)
+    name, rank = type(ours).__name__, dist.get_rank()
+    assert [str(warning.message) for warning in seen] == [text.format(name, 1, rank), other.format(name, 3, rank)]
 
 
 @in_ranks(2)

@@ -29,6 +29,7 @@ from undertow import (
     Desync,
     DistributedDataParallel,
     PhaseError,
+    PlanMismatch,
     ShardedOptimizer,
     SyncConfig,
 )
@@ -249,6 +250,31 @@ def test_join_can_throw_on_all_ranks_when_one_has_run_out() -> None:
     told = pytest.raises(RuntimeError, match=r"^Rank 0 exhausted all inputs\.$" if dist.get_rank() == 0 else others)
     with wrapped(mlp()) as ddp, told, ddp.join(throw_on_early_termination=True):
         backwards(ddp, MLP.loss, range(1 + dist.get_rank()))
+
+
+@in_ranks(2, timeout_s=20.0)
+def test_a_rank_without_data_waits_for_no_backward_of_a_model_that_trains_nothing() -> None:
+    with wrapped(mlp()) as ddp:
+        ddp.requires_grad_(False)
+        ddp(noise(3, 6))
+        ddp.finish()  # all agree that nothing is trained
+        with ddp.join():
+            for step in range(1 + dist.get_rank()):
+                ddp(noise(3, 6, step=step))
+        assert not ddp.plan.params
+
+
+@in_ranks(2, timeout_s=20.0)
+def test_a_layer_that_one_rank_adds_at_the_end_of_its_data_is_an_error_on_all() -> None:
+    with wrapped(mlp()) as ddp:
+
+        def epoch() -> None:
+            with ddp.join():
+                MLP.loss(ddp, 0).backward()
+                if dist.get_rank() == 1:
+                    ddp.module.append(nn.Linear(4, 4))
+
+        assert "first difference: parameter 4 is missing on rank 0 and '3.weight' on rank 1" in text_of(PlanMismatch, epoch)
 
 
 NOT_WITH_SHARDS = (

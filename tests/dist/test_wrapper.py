@@ -403,23 +403,24 @@ NOTHING = (
 @in_ranks(2, 3, is_fresh=True)
 @pytest.mark.parametrize("kind", some(["Linear", "Flatten"], most=1))
 @pytest.mark.parametrize("way", some(WRAP, most=1))
-def test_a_rank_that_trains_nothing_needs_no_other_one(way: str, kind: str) -> None:
+def test_a_rank_that_trains_nothing_needs_no_other_one_before_it_finishes_or_steps(way: str, kind: str) -> None:
     module = {"Linear": nn.Linear(4, 3), "Flatten": nn.Flatten()}[kind].requires_grad_(False)
     with pytest.warns(UserWarning, match=NOTHING.format(kind, way)):
         model = WRAP[way](module)
     called: Callable[..., Any] = model if isinstance(model, nn.Module) else module
     x, store = torch.ones(2, 4, requires_grad=True), dist.distributed_c10d._get_default_store()
-    optimizer = torch.optim.SGD([*module.parameters(), x], lr=0.1)
+    optimizer = torch.optim.SGD([x], lr=0.1)
     if dist.get_rank() == 1:
         store.wait([f"left {way}"])
     for _ in range(2 if dist.get_rank() == 1 else 0):
         called(x).sum().backward()
-        model.finish()
         called(x).sum().backward()
         optimizer.step()
     assert x.grad is None or kind == "Linear" or torch.equal(x.grad, torch.full((2, 4), 4.0))
+    if dist.get_rank() == 0:
+        store.set(f"left {way}", "")
+    model.finish()
     model.close()
-    store.set(f"left {way}", "")
 
 
 # What of torch's there is besides the training step: attributes, hooks, switches, what trainers ask for.

@@ -150,6 +150,11 @@ SHOWN_BY = {
         "test_new_parameters_with_other_values_are_an_error_on_all_ranks",
         "test_parameters_that_are_broadcast_before_the_forward_are_no_error",
     ],
+    "On a device, a rank that has changed alone": [
+        "test_a_change_that_is_read_a_step_later_is_an_error_then",
+        "test_parameters_that_changed_on_some_ranks_only_are_a_mismatch",
+    ],
+    "reaches two wrapped models": ["test_ranks_that_reach_two_models_in_different_backwards_wait_for_a_change"],
     "taken out of `.grad` in backward": ["test_a_gradient_that_a_hook_takes_away_is_an_error_on_every_rank"],
     "fails before the first gradient": [
         "test_a_loss_that_fails_before_the_first_gradient_counts_as_none",

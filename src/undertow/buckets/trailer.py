@@ -17,7 +17,7 @@ from undertow.buckets.facts import FactCodec, Facts, bits_of, indices
 from undertow.buckets.memory import WIDER_IN_NUMPY, BucketMemory
 from undertow.device import Accelerator, device_of
 from undertow.plan import Bucket
-from undertow.plan.facts import FACTS, SIGNATURE_BITS, STEP_BITS, Fact, ranks_differ
+from undertow.plan.facts import FACTS, SIGNATURE_BITS, STEP_BITS, Fact, plans_differ, ranks_differ
 
 _LARGEST_NUMBER = 60_000.0  # fp16 ends at 65504, and an infinity would spoil the sum
 
@@ -28,6 +28,7 @@ class Reading:
 
     used: frozenset[int]  # positions of parameters that some rank used
     ranks_differ: bool  # in step, generation or mode
+    plans_differ: bool = False  # in generation
     unlike: tuple[str, ...] = ()  # digests that differ between ranks
     flags: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by fact, ranks or buckets
     nonfinite: frozenset[int] = frozenset()  # positions of gradients that are not finite somewhere
@@ -141,6 +142,7 @@ class TrailerCodec:
         return Reading(
             used=frozenset(indices(are_set[self._used])),
             ranks_differ=ranks_differ(are_set[self._signature]),
+            plans_differ=plans_differ(are_set[self._signature]),
             unlike=self._facts.unlike(are_set),
             flags=self._facts.flags(are_set),
             nonfinite=frozenset(indices(reduced[self._used].isnan().tolist())),

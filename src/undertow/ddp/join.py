@@ -117,8 +117,11 @@ class ShadowHook(JoinHook):
                 work.wait()
                 num_active = int(work.get_future().value()[0].item())
         self.rescale(num_active)
+        engine, members = sync._engine, sync._own.members
+        # no backward follows if nothing is trained
+        trains = engine.current_plan.trains or members.has_changed()
         source, _ = _exchange_actions(
-            sync, offers=with_buffers, synchronizes=sync._engine.synchronizes
+            sync, offers=with_buffers, synchronizes=engine.synchronizes and trains
         )
         return source
 

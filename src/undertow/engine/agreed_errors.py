@@ -129,6 +129,8 @@ def changed_unlike(ended: Round, group: OwnGroup, change: str) -> PlanMismatch |
     changed = ended.found.reported(Fact.CHANGED)
     if not 0 < len(changed) < group.num_ranks:
         return None
+    if any(reading.plans_differ for reading in ended.found.readings):
+        return None  # then ranks may have read this flag at different places
     unchanged = [other for other in group.names if other not in changed]
     return PlanMismatch(
         "the parameters, or the communication hook, have changed on "

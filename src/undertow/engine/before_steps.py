@@ -135,7 +135,7 @@ class BeforeSteps(StepListener):
         """
         engine, current_plan = self._engine, self._current_plan
         progress = engine.progress
-        if not engine.meets or not self._has_own_gradients(params):
+        if not current_plan.is_active or not self._has_own_gradients(params):
             return
         where = self._place(reader)
         if engine.is_accumulating:
@@ -149,7 +149,8 @@ class BeforeSteps(StepListener):
         follows_forward = progress.accumulated is not Accumulated.NOTHING
         engine.siblings.owe_averages()
         engine.run_outside_of_backward()
-        self._tell_of_late_average(where, follows_forward=follows_forward)
+        if current_plan.trains:
+            self._tell_of_late_average(where, follows_forward=follows_forward)
 
     def finish_before_look(self, params: Iterable[Tensor], *, reader: str, is_by_all: bool) -> None:
         """Runs a synchronization before `reader` reads gradients of these parameters, if one is
@@ -173,13 +174,13 @@ class BeforeSteps(StepListener):
         return where if reader is None else f"{reader}, {where}"
 
     def _tell_of_late_average(self, where: str, *, follows_forward: bool) -> None:
-        """Warns once of a synchronization before a step, which nothing hides.
+        """Warns of a synchronization before a step, which nothing hides: once for each reason.
 
         Called after it: a warning may be an error, and other ranks would wait.
         """
-        progress = self._engine.progress
-        if not progress.has_told_of_average:
-            progress.has_told_of_average = True
+        told = self._engine.progress.told_of_averages
+        if follows_forward not in told:
+            told.add(follows_forward)
             agreed_errors.warn_of_late_average(where, follows_forward=follows_forward)
 
     def _has_own_gradients(self, params: set[int]) -> bool:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import ClassVar, Protocol, TypeAlias
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -26,7 +25,6 @@ from undertow.engine.agreed_errors import part_of_another
 from undertow.engine.arrivals import BackwardListener
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import (
-    BackwardToken,
     GradientFactor,
     ParamHooks,
     call_at_registration,
@@ -34,14 +32,13 @@ from undertow.engine.hooks import (
 )
 from undertow.engine.params import ModuleParams
 from undertow.engine.tuning import Tuning, order_of
+from undertow.engine.wait_turn import WaitTurn
 from undertow.errors import PhaseError, require
 from undertow.mesh.axes import are_even, require_distributed_before, require_fits
 from undertow.mesh.local_tensors import KeptPlacements, local_params, local_tensor
 from undertow.plan import Plan, first_plan
 from undertow.ranks.agreement import BUILD_ALIKE, surroundings
 from undertow.ranks.transport import OwnGroup
-
-_Tokens: TypeAlias = weakref.WeakKeyDictionary["CurrentPlan", BackwardToken]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +78,6 @@ class CurrentPlan:
     tell which parameters outside of the plan get a gradient. The hooks call the `engine`.
     """
 
-    # Models of this process that are about to rebuild, each with the backward that does it: one
-    # backward may reach several. Other ranks run as threads of this process in tests only.
-    _leaving: ClassVar[_Tokens] = weakref.WeakKeyDictionary()
-    _numbers: ClassVar[Iterator[int]] = count()  # in the order in which models are made
-
     def __init__(
         self,
         members: ModuleParams,
@@ -96,11 +88,10 @@ class CurrentPlan:
     ) -> None:
         self.members, self.group = members, group
         self._recorder, self._engine = recorder, engine
-        self._number = next(self._numbers)
+        self.turn = WaitTurn()
         self.change: Change | None = None
         self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
-        self.is_leaving = False  # it is about to rebuild
         self.placements = KeptPlacements(group.waiting, lambda error: group.watch.fail(error))
         self.compiled: CompiledPlan
         self.hooks: ParamHooks
@@ -141,10 +132,7 @@ class CurrentPlan:
             self.members.read_again()
 
     def find_change_at_forward(self) -> None:
-        """Called by a forward.
-
-        Looks for a change of the module's parameters, also of those that are frozen now.
-        """
+        """Called by a forward: looks for a change, also of parameters that are frozen now."""
         self.is_stale = False
         if self.members.has_changed():
             self._set_change(begins_forward=True)
@@ -183,7 +171,8 @@ class CurrentPlan:
             gone = hooks.ids.difference(id(param) for _, param in named_params)
             # A parameter that is only gone, maybe lent for a call, stays in the plan until a
             # forward finds that it has left.
-            has_others = bool(gone & leaving) or not self._has_all(named_params, of=compiled)
+            has_others = bool(gone & leaving) or not self._has_all(named_params)
+            has_others |= self.members.are_others_frozen(present, planned=hooks.ids)
             change = None
             if has_others or reducer.hook is not compiled.reducer.hook:
                 planned = self._planned(named_params, reducer)
@@ -210,18 +199,6 @@ class CurrentPlan:
         reducer = self.compiled.reducer if self.change is None else self.change.reducer
         return reducer.hook
 
-    @property
-    def is_earlier_leaving(self) -> bool:
-        """True if a model that was made earlier on this rank is about to rebuild.
-
-        Ranks wait in a rebuild, and one backward may reach the models in another order on another
-        rank. So the models of a rank rebuild in the order of their construction.
-        """
-        return self.is_leaving and any(
-            each._number < self._number and each.group.name == self.group.name and is_running
-            for each, is_running in list(self._leaving.items())
-        )
-
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
         changed = () if self.change is None else self.change.named_params
@@ -239,13 +216,6 @@ class CurrentPlan:
             raise part_of_another(name)
         self.compiled.layout.make_gradients_whole(change.named_params)
         self.note_written()
-        self._leaving[self] = BackwardToken()
-        self.is_leaving = True
-
-    def has_left(self) -> None:
-        """Called when a rebuild has ended, with or without success."""
-        self._leaving.pop(self, None)
-        self.is_leaving = False
 
     def new_params(self) -> list[tuple[str, Tensor]]:
         """Returns the module's parameters whose values the ranks have not compared or averaged."""
@@ -287,7 +257,6 @@ class CurrentPlan:
     def close(self) -> None:
         """Removes all hooks."""
         self._end_registrations()
-        self.has_left()
         self.compiled.reducer.close()
         self.hooks.close()
         self.placements.follow(())
@@ -350,29 +319,32 @@ class CurrentPlan:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
         self.compiled.layout.wait_for_parameters()
 
-    def _has_all(self, named_params: Sequence[tuple[str, Tensor]], *, of: CompiledPlan) -> bool:
-        """Returns True if that plan has these parameters, in this order and unchanged, and perhaps
-        others."""
+    def _has_all(self, named_params: Sequence[tuple[str, Tensor]]) -> bool:
+        """Returns True if these are in the plan in force, unchanged and in this order."""
+        compiled = self.compiled
         specs = self.members.specs(named_params)
         wanted = [
             (id(param), spec, local_tensor(param).stride())
             for (_, param), spec in zip(named_params, specs, strict=True)
         ]
-        planned = zip(map(id, self.hooks.params), of.plan.params, of.strides, strict=True)
+        ids = map(id, self.hooks.params)
+        planned = zip(ids, compiled.plan.params, compiled.strides, strict=True)
         # each search continues after the one that was found
         return all(each in planned for each in wanted)
 
-    def require_alike(
+    def require_alike(  # noqa: PLR0913  # the two ends of a comparison
         self,
         plan: Plan,
         params: Sequence[Tensor],
         reducer: Reducer,
         *,
         new: Sequence[str] = (),
+        refusal: str = "",
         remedy: str = BUILD_ALIKE,
         is_of_axis: bool = False,
     ) -> None:
-        """Compares the parameters and settings of all ranks, and the names of `new` parameters.
+        """Compares the parameters and settings of all ranks, the names of `new` parameters, and the
+        `refusal` of a change.
 
         A collective call, with `is_of_axis` of the data axis only. Raises PlanMismatch, on every
         rank, if ranks differ; if tensors do, the error has this `remedy`.
@@ -381,6 +353,7 @@ class CurrentPlan:
         settings = {
             **surroundings(self.group),
             "communication hook": None if hook is None else hook.name,
+            "refusal of the change": refusal or None,
             **self.compiled.reducer.config.to_dict(),
         }
         self.members.require_alike(
@@ -425,7 +398,7 @@ class CurrentPlan:
                     self._recorder,
                     change.reducer,
                     None if is_observed else order_of(compiled.plan),
-                    number=self._number,
+                    number=self.turn.number,
                     earlier=None if before is None else self.hooks.tuning,
                 )
         self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active

@@ -105,7 +105,7 @@ class Engine(BackwardListener):
     def is_backward_due(self) -> bool:
         """True if a training forward has run whose backward is to synchronize, and no
         synchronization has followed."""
-        return self.progress.is_owed and self.meets
+        return self.progress.is_owed and self.current_plan.trains
 
     @property
     def is_closure_idle(self) -> bool:
@@ -120,16 +120,6 @@ class Engine(BackwardListener):
         """True if neither a training forward nor a synchronization has begun the step."""
         return not self.progress.is_owed and not (
             self.progress.steps.are_due and self.current_plan.has_result
-        )
-
-    @property
-    def meets(self) -> bool:
-        """True if the other ranks are needed.
-
-        A rank that trains nothing is needed for the parameters of its siblings.
-        """
-        return self.current_plan.trains or (
-            self.current_plan.is_active and self.siblings.are_several
         )
 
     # A forward.
@@ -257,27 +247,26 @@ class Engine(BackwardListener):
         self.rounds.end_backward(ending)
         self.rounds.advance(ending)
         if private.graph_task_id() != -1:
+            self.current_plan.turn.begins()
             private.call_after_backward(self._wait_after_others)
 
     @private.left_alone
     def _wait_after_others(self) -> None:
         """Called after the callbacks of all other engines.
 
-        With several models in one backward all launch, then all wait.
+        With several models in one backward all launch, then all wait, each until its turn.
         """
-        ending = self.rounds.now
+        ending, turn = self.rounds.now, self.current_plan.turn
         if ending is None or ending.stage is None:
+            turn.ends()
             return
-        if self.current_plan.is_leaving and self.current_plan.is_earlier_leaving:
-            private.call_after_backward(self._wait_after_others)
-            return
-        try:
-            self.rounds.advance(ending)
-        except BaseException:
-            self.siblings.finish_rounds()
-            raise
-        if ending.stage is not None:
-            private.call_after_backward(self._wait_after_others)
+        if turn.has_come:
+            try:
+                self.rounds.advance(ending)
+            except BaseException:
+                self.siblings.finish_rounds()
+                raise
+        private.call_after_backward(self._wait_after_others)
 
     # Calls of users, and of the object that they hold.
 
@@ -346,7 +335,7 @@ class Engine(BackwardListener):
         self.current_plan.hooks.arrived_before.clear()
         self.progress.is_averaged()
         self.current_plan.find_change()
-        if self.meets:
+        if self.current_plan.is_active:
             with gradients_aside(self.current_plan.all_params()):
                 self.rounds.begin(RoundKind.SHADOW, is_last=not self.is_accumulating)
                 self.backward_ends()
@@ -360,7 +349,7 @@ class Engine(BackwardListener):
     def run_outside_of_backward(self) -> None:
         """Sends accumulated gradients and waits for them; then all siblings do that owe a round."""
         own: tuple[Callable[[], object], ...] = ()
-        if self.meets and not self.is_closed:
+        if self.current_plan.is_active and not self.is_closed:
             own = (self._launch_accumulated, self.rounds.finish)
         self.progress.is_owed = False
         all_of(*own, self.siblings.finish_owed)

@@ -6,7 +6,6 @@ Reasons: docs/design/backward.md.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -180,32 +179,6 @@ class ParamHooks:
             for bucket in sorted(places)
             for place in places[bucket]
         )
-
-
-class BackwardToken:
-    """True until the backward that it was made in ends, normally or by an exception.
-
-    False at once if it was made outside of a backward. Only the backward holds the callback.
-    """
-
-    def __init__(self) -> None:
-        self._callback: weakref.ref[_Nothing] | None = None
-        if private.graph_task_id() != -1:
-            callback = _Nothing()
-            private.call_after_backward(callback)
-            self._callback = weakref.ref(callback)
-
-    def __bool__(self) -> bool:
-        return self._callback is not None and self._callback() is not None
-
-
-class _Nothing:
-    """A callback at the end of a backward."""
-
-    __slots__ = ("__weakref__",)
-
-    def __call__(self) -> None:
-        """Does nothing."""
 
 
 def remove_all(hooks: list[RemovableHandle]) -> None:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, call, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,23 @@ class _Census:
         )
 
 
+class _Look(NamedTuple):
+    """A parameter at a look, to be compared with a later one."""
+
+    name: str
+    id: int
+    dtype: torch.dtype
+    device: str  # without the index
+    shape: tuple[int, ...]
+
+
+def _looks(named_params: Iterable[tuple[str, Tensor]]) -> list[_Look]:
+    return [
+        _Look(name, id(param), param.dtype, param.device.type, tuple(local_tensor(param).shape))
+        for name, param in named_params
+    ]
+
+
 class ModuleParams:
     """The tensors of `module` that are synchronized: all except the names in `ignored`, and those
     `elsewhere`.
@@ -104,6 +121,7 @@ class ModuleParams:
         self.updates: Mapping[int, tuple[int, bool]] = {}
         self.common_buffers = CommonBuffers()
         self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
+        self._frozen_then: list[_Look] | None = None  # the same; None before it
 
     def trained(self, *, also: Collection[int] = ()) -> list[tuple[str, Tensor]]:
         """Returns the parameters to synchronize, by name, and resets `has_changed`.
@@ -180,6 +198,19 @@ class ModuleParams:
         # Called by every optimizer's step; there may be an optimizer for each parameter.
         return not self.ids.isdisjoint(params) or self.has_new_of(params)
 
+    def are_others_frozen(
+        self, present: Iterable[tuple[str, Tensor]], *, planned: Collection[int]
+    ) -> bool:
+        """Returns True if a frozen parameter was added, removed, replaced or cast since the last
+        comparison between ranks.
+
+        `present` are all parameters now; those of the plan, by id, are not looked at.
+        """
+        if self._frozen_then is None:
+            return False
+        outside = [(name, param) for name, param in present if id(param) not in planned]
+        return _looks(outside) != [look for look in self._frozen_then if look.id not in planned]
+
     def has_new_of(self, tensors: set[int]) -> bool:
         """Returns True if one of these (by id) was added, or unfrozen, in a change that has not
         been looked at yet."""
@@ -232,9 +263,19 @@ class ModuleParams:
             is_of_axis=is_of_axis,
         )
 
+    def require_described_alike(self, group: OwnGroup, *, remedy: str) -> None:
+        """Compares the descriptions of all parameters of all ranks, trained or not.
+
+        A collective call. Raises PlanMismatch, on every rank, if ranks differ.
+        """
+        named_params = self.named_params()
+        described = [_description(spec_of(name, param), param) for name, param in named_params]
+        require_agreement(group, settings={}, params=described, remedy=remedy)
+
     def read_again(self) -> None:
         """Reads the tables of buffers, and the frozen parameters: all ranks have the same now."""
         self.common_frozen = self.frozen()
+        self._frozen_then = _looks(self.common_frozen)
         places: list[Place] = []
         for prefix, part in tables.named_modules(self._present_module):
             table = tables.own_buffers(part)
@@ -271,7 +312,7 @@ def first_change(before: Sequence[ParamSpec], after: Sequence[ParamSpec]) -> str
             return f"parameter {name!r} is trained now"
         if old[name] != new[name]:
             return f"parameter {name!r} was {_text(old[name])} and is {_text(new[name])}"
-    return "a parameter was replaced"
+    return "a parameter was replaced, or a frozen one has changed"
 
 
 def _text(spec: ParamSpec) -> str:

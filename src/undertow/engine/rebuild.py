@@ -11,20 +11,24 @@ from undertow.engine.checks import has_bits, unlike_values
 from undertow.engine.current_plan import Change, CurrentPlan
 from undertow.engine.params import first_change
 from undertow.engine.round import Round, RoundKind, Terms
+from undertow.errors import ConfigError, PhaseError
 
 
-def tell_of_change(plans: CurrentPlan, terms: Terms, *, has_shards: bool) -> Round:
+def tell_of_change(plans: CurrentPlan, terms: Terms, *, op: str | None, has_shards: bool) -> Round:
     """Sends the buckets of the plan in force, without gradients and with the flag `Fact.CHANGED`.
 
-    `has_shards` is True if micro-batches of the step may have left shards of their gradients. A
-    rank that has not changed is in a usual round, so both find out. Does not wait. Raises
-    ConfigError if another engine has new parameters, and PhaseError if ranks hold shards of
-    gradients.
+    `op` is set for a reduction by hand. `has_shards` is True if micro-batches of the step may have
+    left shards of their gradients. A rank that has not changed is in a usual round, so both find
+    out. Does not wait. An error that this rank has to raise is its `refusal` for now: other ranks
+    wait for the buckets.
     """
-    if has_shards:  # also of parameters that leave: the step would come without their gradients
-        plans.compiled.layout.make_gradients_whole(plans.hooks.named_params)
-    plans.prepare_to_leave()
-    told = Round(kind=RoundKind.RETIRE)
+    told = Round(kind=RoundKind.RETIRE, op=op)
+    try:
+        if has_shards:  # also of parameters that leave: the step would come without their gradients
+            plans.compiled.layout.make_gradients_whole(plans.hooks.named_params)
+        plans.prepare_to_leave()
+    except (ConfigError, PhaseError) as error:
+        told.refusal = error
     with gradients_aside(plans.compiled.params):
         told.start(plans.compiled, None, terms)
         told.send()
@@ -42,10 +46,13 @@ def rebuild(plans: CurrentPlan, told: Round) -> None:
     """Puts the change in force, after every rank has announced its change in the round `told`.
 
     Waits for all ranks. Raises on every rank PlanMismatch if the ranks have changed differently,
-    and ReplicaMismatch if a new parameter has other values on some of them.
+    and ReplicaMismatch if a new parameter has other values on some of them. Raises ConfigError if
+    another engine has new parameters, and PhaseError if ranks hold shards of gradients.
     """
     with told_to_places(plans.group):
-        _require_described_alike(plans, plans.change)
+        _require_described_alike(plans, plans.change, told)
+        if told.refusal is not None:
+            raise told.refusal
         _require_same_values(plans, told)
     plans.follow()
 
@@ -66,12 +73,13 @@ def require_changed_alike(plans: CurrentPlan, ended: Round) -> None:
     # parameter. On a device the other ranks read later, when this one is gone. If this rank's
     # backward has failed, the others have raised PeerFailed already, and would not answer.
     if plans.group.hardware.is_host and not ended.has_failed:
-        _require_described_alike(plans, change)
+        _require_described_alike(plans, change, ended)
     raise error
 
 
-def _require_described_alike(plans: CurrentPlan, change: Change | None) -> None:
-    """Raises PlanMismatch, on every rank, if the ranks' changes differ; None means no change."""
+def _require_described_alike(plans: CurrentPlan, change: Change | None, ended: Round) -> None:
+    """Raises PlanMismatch, on every rank, if the ranks' changes differ, or only some can follow
+    theirs; None means no change."""
     compiled = plans.compiled
     plan, params, reducer = compiled.plan, compiled.params, compiled.reducer
     if change is not None:
@@ -79,7 +87,15 @@ def _require_described_alike(plans: CurrentPlan, change: Change | None) -> None:
         params = tuple(param for _, param in change.named_params)
     names = [name for name, _ in plans.new_params()]
     # Only this data axis is here: other places of a mesh have other synchronizations.
-    plans.require_alike(plan, params, reducer, new=names, remedy=CHANGE_ALIKE, is_of_axis=True)
+    plans.require_alike(
+        plan,
+        params,
+        reducer,
+        new=names,
+        refusal=str(ended.refusal or "").partition("\n")[0],
+        remedy=CHANGE_ALIKE,
+        is_of_axis=True,
+    )
 
 
 def _require_same_values(plans: CurrentPlan, told: Round) -> None:

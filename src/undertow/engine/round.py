@@ -21,6 +21,7 @@ from undertow.device import Accelerator
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
 from undertow.engine.step_settings import Settings, digest_of
+from undertow.errors import UndertowError
 from undertow.plan import Bucket, signature_of
 from undertow.plan.facts import Fact
 from undertow.schedule import OpKind
@@ -125,6 +126,7 @@ class Round:
     has_ended: bool = False  # its backward; then stage after stage runs, until none is left
     stage: Stage | None = None  # the next one after backward; None while one runs
     told: Round | None = None  # the round before it that tells of a change, until `REBUILD`
+    refusal: UndertowError | None = None  # why this rank cannot follow the change that it tells of
     has_failed: bool = False  # on this rank
     found: Findings = field(default_factory=Findings)
     terms: Terms = Terms()

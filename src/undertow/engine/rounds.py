@@ -23,6 +23,7 @@ from undertow.engine.progress import Gradients, Progress
 from undertow.engine.rebuild import hear_of_change, rebuild, require_changed_alike, tell_of_change
 from undertow.engine.round import Round, RoundKind, Stage, Terms
 from undertow.errors import UndertowError
+from undertow.plan.facts import Fact
 from undertow.torch_private import private
 
 
@@ -160,7 +161,8 @@ class Rounds:
         """Sends the buckets of the plan in force."""
         plans, progress = self._current_plan, self._progress
         is_reduced = plans.compiled.strategy.reduces_micro_batches and progress.has_accumulated
-        ending.told = tell_of_change(plans, self._terms(ending), has_shards=is_reduced)
+        terms = self._terms(ending)
+        ending.told = tell_of_change(plans, terms, op=ending.op, has_shards=is_reduced)
         return Stage.REBUILD
 
     def _rebuild(self, ending: Round) -> Stage | None:
@@ -180,8 +182,6 @@ class Rounds:
         except BaseException:
             progress.round_ends(has_failed=True, is_last=ending.is_last)
             raise
-        finally:
-            self._current_plan.has_left()
         progress.num_rounds += 1
         return self._start_after_backward(ending)
 
@@ -239,9 +239,12 @@ class Rounds:
             taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
         try:
             with agreed_errors.told_to_places(current_plan.group):
-                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
-                if found.readings:
+                # First: a rank that has changed alone may be in another step because of that. A
+                # rank whose backward has failed may not have come to its change.
+                if not found.reported(Fact.FAILED):
                     require_changed_alike(current_plan, ended)
+                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
+                require_changed_alike(current_plan, ended)
         except UndertowError:
             self._round_has_failed(ended)
             raise

@@ -144,3 +144,11 @@ def ranks_differ(signature: Sequence[bool]) -> bool:
     half = len(signature) // 2
     pairs = zip(signature[:half], signature[half:], strict=True)
     return any(bit and complement for bit, complement in pairs)
+
+
+def plans_differ(signature: Sequence[bool]) -> bool:
+    """Returns True if a reduced signature, as non-zero flags, shows that ranks have different
+    generations of the plan, or different ops."""
+    generation = slice(STEP_BITS, STEP_BITS + _GENERATION_BITS)
+    bits, complements = signature[:SIGNATURE_BITS], signature[SIGNATURE_BITS:]
+    return ranks_differ([*bits[generation], *complements[generation]])

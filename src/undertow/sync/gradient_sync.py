@@ -279,7 +279,11 @@ class GradientSync:
         return next(owners, self._own).full_gradient(param)
 
     def broadcast_parameters(self) -> None:
-        """Copies rank 0's parameters and buffers to every rank; a collective call."""
+        """Copies rank 0's parameters and buffers to every rank; a collective call.
+
+        Raises:
+            PlanMismatch: On every rank, if ranks have different parameters.
+        """
         self._own.require_open("broadcast_parameters()")
         self._whole.share(("parameters", "buffers"))
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig
-from undertow.engine.agreed_errors import require_outside_of_backward
+from undertow.engine.agreed_errors import CHANGE_ALIKE, require_outside_of_backward
 from undertow.engine.alike_findings import AlikeFindings
 from undertow.engine.before_steps import BeforeSteps
 from undertow.engine.engine import Engine
@@ -200,9 +200,14 @@ class GroupSync:
             self.outer.open_group()
 
     def share(self, kinds: Collection[str], *, source: int = 0) -> None:
-        """Copies the "parameters" or "buffers" of rank `source`; nothing is on its way."""
+        """Copies the "parameters" or "buffers" of rank `source`; nothing is on its way.
+
+        Raises PlanMismatch, on every rank, if ranks have different parameters.
+        """
         group = self.all_ranks
         if "parameters" in kinds:
+            # gloo ends processes, or mixes parameters up, if messages are of different sizes
+            self.members.require_described_alike(group, remedy=CHANGE_ALIKE)
             broadcast_in_place(
                 [param for _, param in self.members.named_params()], group, source=source
             )

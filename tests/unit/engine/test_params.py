@@ -40,4 +40,4 @@ def test_the_first_difference_is_told() -> None:
     assert first_change(before, [spec("a", 4), spec("b", 6)]) == (
         "parameter 'a' was (6,) float32 on cpu and is (4,) float32 on cpu"
     )
-    assert first_change(before, before) == "a parameter was replaced"
+    assert first_change(before, before) == "a parameter was replaced, or a frozen one has changed"

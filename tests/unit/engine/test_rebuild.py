@@ -1,8 +1,9 @@
 """Changes of the parameters on one rank only: the same error on every rank, in the same step, whatever the others do."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,8 @@ from support.levels import some
 from support.models import noise
 from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
-from undertow import ConfigError, GradientSync, PlanMismatch, ShardedOptimizer
+from undertow import ConfigError, GradientSync, PhaseError, PlanMismatch, ShardedOptimizer
+from undertow.buckets.trailer import Reading
 
 Moment = Callable[[], object]
 
@@ -86,6 +88,26 @@ CHANGES: dict[str, tuple[Callable[[Training], object], Difference]] = {
         Difference("new parameter 0", "'units.1.weight'", "missing"),
     ),
 }
+# Of parameters that nothing trains, such as a base beside adapters.
+FROZEN_CHANGES: dict[str, tuple[Callable[[Training], object], Difference]] = {
+    "a frozen one added": (
+        lambda training: training.module.units.append(made("linear", 9).requires_grad_(False)),
+        Difference("tensor 2", "'units.3.weight'", "missing"),
+    ),
+    "a frozen one removed": (
+        lambda training: training.module.units.__delitem__(2),
+        Difference("tensor 0", "missing", "'units.2.weight'"),
+    ),
+    "a frozen one cast": (
+        lambda training: training.module.units[2].bfloat16(),
+        Difference("dtype of tensor 0 ('units.2.weight')", "bfloat16", "float32"),
+    ),
+    "a frozen one replaced by an equal one": (
+        lambda training: training.module.units.__setitem__(2, made("linear", 2).requires_grad_(False)),
+        Difference("new parameter 0", "'units.2.weight'", "missing"),
+    ),
+}
+CHANGES |= FROZEN_CHANGES
 
 
 # What a rank does in a step. Its moment is that of the change, on one rank, and on the other one the moment that it waits for.
@@ -132,6 +154,22 @@ def within_an_accumulation(training: Training, moment: Moment) -> None:
     training.optimizer.step()
 
 
+def between_micro_batches(training: Training, moment: Moment) -> None:
+    training.module.zero_grad()
+    with training.sync.accumulate():
+        training.loss().backward()
+    moment()
+    training.loss().backward()
+    training.optimizer.step()
+
+
+def keeps_gradients(training: Training, moment: Moment) -> None:
+    """No zero_grad() since the step before."""
+    moment()
+    training.loss().backward()
+    training.optimizer.step()
+
+
 def around_an_accumulation(training: Training, moment: Moment) -> None:
     """A forward outside of accumulate(), whose backward comes after an accumulation."""
     training.module.zero_grad()
@@ -165,7 +203,7 @@ def shadows(training: Training, moment: Moment) -> None:
     one_process.shadow(training.sync)
 
 
-BY_HAND = "before a reduction by hand"
+BY_HAND, BETWEEN = "before a reduction by hand", "between micro-batches"
 WAYS: dict[str, Callable[[Training, Moment], None]] = {
     "before the forward": before_the_forward,
     "within the forward": within_the_forward,
@@ -173,6 +211,8 @@ WAYS: dict[str, Callable[[Training, Moment], None]] = {
     "before an accumulation": before_an_accumulation,
     "within an accumulation": within_an_accumulation,
     "around an accumulation": around_an_accumulation,
+    BETWEEN: between_micro_batches,
+    "with gradients of the step before": keeps_gradients,
     "before finish": finishes,
     BY_HAND: reduces_by_hand,
     "in join": shadows,
@@ -189,16 +229,22 @@ class Case(NamedTuple):
     other: str  # where the other rank is then
 
 
+def micro_batch(way: str) -> str:
+    if way in ACCUMULATIONS:
+        return "first of two"
+    return "second of two" if way in (BY_HAND, BETWEEN) else "the only one"
+
+
 def is_possible(case: Case) -> bool:
     if case.when == "in join" or (case.other == "in join" and case.strategy != "ddp"):
         return False  # such a rank trains nothing; and join() refuses shards
-    if case.strategy == "zero2":  # it reduces each micro-batch
-        if BY_HAND in (case.when, case.other) or case.when == "within an accumulation":
-            return False  # no change is followed while shards of gradients are held
-        if (case.when in ACCUMULATIONS) != (case.other in ACCUMULATIONS):
-            return False  # all ranks have as many micro-batches
+    # It reduces each micro-batch: all ranks have as many, and are at the same one.
+    if case.strategy == "zero2" and micro_batch(case.when) != micro_batch(case.other):
+        return False
+    if case.change == "a frozen one removed" and case.when == "within the forward":
+        return False  # that forward is about to call it
     # A graph of the forward before has the old tensors, and torch itself refuses their gradients.
-    return case.change not in ("removed", "cast") or case.when not in AFTER_A_FORWARD
+    return case.change not in ("removed", "cast", "a frozen one cast") or case.when not in AFTER_A_FORWARD
 
 
 def cases() -> Iterator[Any]:
@@ -250,6 +296,224 @@ def test_a_change_on_one_rank_is_the_same_error_on_both_in_the_same_step(case: C
     assert at == at_second
 
 
+@pytest.mark.parametrize("change", FROZEN_CHANGES)
+def test_a_change_of_what_is_frozen_on_one_rank_is_the_same_error_on_both(change: str) -> None:
+    (first, at), (second, at_second) = errors_of(Case(change, 1, "ddp", "before the forward", "before the forward"))
+    assert CHANGES[change][1].text(1) in first
+    assert (first, at) == (second, at_second)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("change", FROZEN_CHANGES)
+def test_a_change_of_what_is_frozen_is_followed_once_if_all_ranks_make_it(change: str, strategy: str) -> None:
+    def on_rank(rank: Rank) -> list[int]:
+        training = Training(rank, strategy)
+        training.step()
+        CHANGES[change][0](training)
+        progress = training.sync._engine.progress
+        num_rounds = [progress.num_rounds]
+        for _ in range(3):
+            training.step()
+            num_rounds.append(progress.num_rounds)
+        training.sync.close()
+        return [after - before for before, after in pairwise(num_rounds)]
+
+    # A rebuild counts as a synchronization.
+    assert ranks_of(2, on_rank) == [[2, 1, 1], [2, 1, 1]]
+
+
+Way = Callable[[Training, Moment], None]
+HOLDING = pytest.mark.parametrize(
+    ("strategy", "way"), [("zero2", between_micro_batches), ("zero1", keeps_gradients)], ids=["zero2", "zero1"]
+)
+
+
+@HOLDING
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_change_on_one_rank_that_holds_shards_is_the_same_error_on_both(changed: int, strategy: str, way: Way) -> None:
+    name = next(name for name, known in WAYS.items() if known is way)
+    (first, at), (second, at_second) = errors_of(Case("frozen", changed, strategy, name, name))
+    assert CHANGES["frozen"][1].text(changed) in first
+    assert (first, at) == (second, at_second)
+
+
+@HOLDING
+def test_a_change_of_all_ranks_that_hold_shards_is_refused_on_all(strategy: str, way: Way) -> None:
+    def on_rank(rank: Rank) -> list[str]:
+        training = Training(rank, strategy)
+        training.step()
+        with pytest.raises(PhaseError, match="the parameters have changed while sharded gradients are held"):
+            way(training, lambda: CHANGES["frozen"][0](training))
+        training.step()  # which begins with zero_grad()
+        names = [param.name for param in training.sync.plan.params]
+        training.sync.close()
+        return names
+
+    assert ranks_of(2, on_rank) == [["units.0.weight", "units.0.bias"]] * 2
+
+
+def test_a_change_that_only_some_ranks_can_follow_is_an_error_on_all() -> None:
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "zero1")
+        training.step()
+        CHANGES["frozen"][0](training)
+        if rank.number == 0:
+            training.module.zero_grad()
+        with pytest.raises(PlanMismatch) as caught:
+            keeps_gradients(training, lambda: None)
+        training.sync.close()
+        return str(caught.value)
+
+    for text in ranks_of(2, on_rank):
+        assert (
+            "first difference: refusal of the change is None on rank 0 and "
+            "'the parameters have changed while sharded gradients are held.' on rank 1"
+        ) in text
+
+
+def test_a_part_of_another_model_on_one_rank_is_the_same_error_on_both() -> None:
+    def on_rank(rank: Rank) -> str:
+        training, other = (Training(rank, "ddp") for _ in range(2))
+        training.step()
+        if rank.number == 0:
+            training.module.units.append(other.module.units[0])
+        with pytest.raises(PlanMismatch) as caught:
+            training.step()
+        for each in (training, other):
+            each.sync.close()
+        return str(caught.value)
+
+    first, second = ranks_of(2, on_rank)
+    assert "first difference: parameter 4 is 'units.3.weight' on rank 0 and missing on rank 1" in first
+    assert first == second
+
+
+def sums_by_hand(training: Training) -> None:
+    training.module.zero_grad()
+    with training.sync.accumulate():
+        training.loss().backward()
+    training.sync.reduce_gradients_async("sum").wait()
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_change_on_one_rank_is_named_also_in_a_sum_by_hand(changed: int) -> None:
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "ddp")
+        sums_by_hand(training)
+        if rank.number == changed:
+            CHANGES["unfrozen"][0](training)
+        with pytest.raises(PlanMismatch) as caught:
+            sums_by_hand(training)
+        training.sync.close()
+        return str(caught.value)
+
+    first, second = ranks_of(2, on_rank)
+    assert CHANGES["unfrozen"][1].text(changed) in first
+    assert first == second
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_layer_that_one_rank_gives_its_optimizer_before_a_step_is_named(changed: int) -> None:
+    """That rank synchronizes before the step already, and the other one after its next backward."""
+
+    def on_rank(rank: Rank) -> tuple[str, int]:
+        training = Training(rank, "ddp")
+        training.step()
+        training.loss().backward()
+        if rank.number == changed:
+            CHANGES["added"][0](training)
+            training.optimizer.add_param_group({"params": training.module.units[3].parameters()})
+
+        def step_twice() -> None:
+            training.optimizer.step()
+            training.step()
+
+        with pytest.raises(PlanMismatch) as caught:
+            step_twice()
+        training.sync.close()
+        return str(caught.value), training.sync._engine.progress.num_rounds
+
+    (first, at), (second, at_second) = ranks_of(2, on_rank)
+    assert CHANGES["added"][1].text(changed) in first
+    assert (first, at) == (second, at_second)
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "cast", "a frozen one added", "a frozen one cast"])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_broadcast_of_parameters_that_one_rank_has_changed_is_an_error_on_both(changed: int, change: str) -> None:
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "ddp")
+        training.step()
+        if rank.number == changed:
+            CHANGES[change][0](training)
+        with pytest.raises(PlanMismatch) as caught:
+            training.sync.broadcast_parameters()
+        training.sync.close()
+        return str(caught.value)
+
+    first, second = ranks_of(2, on_rank)
+    assert "first difference: " in first
+    assert re.search(r"'units\.\d\.weight'", first)
+    assert first == second
+
+
+def test_a_broadcast_gives_parameters_that_all_ranks_have_added_the_same_values() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank, "ddp")
+        training.step()
+        training.module.units.append(made("linear", rank.number))
+        training.sync.broadcast_parameters()
+        training.step()
+        weights = rank.gather(training.module.units[3].weight)
+        assert torch.equal(*weights)
+        training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
+def steps_without_backward(training: Training) -> None:
+    training.loss()
+    training.optimizer.step()
+
+
+def steps_after_an_accumulation(training: Training) -> None:
+    with training.sync.accumulate():
+        training.loss()
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda training: training.sync.finish(),
+        lambda training: one_process.shadow(training.sync),
+        steps_without_backward,
+        steps_after_an_accumulation,
+    ],
+    ids=["finish", "join", "step", "step after accumulate"],
+)
+def test_a_rank_starts_to_train_while_the_others_train_nothing(other: Callable[[Training], object], changed: int) -> None:
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "ddp")
+        training.module.requires_grad_(False)
+        training.loss()
+        training.sync.finish()  # all agree that nothing is trained
+        assert not training.sync.plan.params
+        does = other
+        if rank.number == changed:
+            CHANGES["added"][0](training)
+            does = Training.step
+        with pytest.raises(PlanMismatch) as caught:
+            does(training)
+        training.sync.close()
+        return str(caught.value)
+
+    first, second = ranks_of(2, on_rank)
+    assert Difference("parameter 0", "'units.3.weight'", "missing").text(changed) in first
+    assert first == second
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_backward_does_not_wait_for_a_model_that_leaves_outside_of_it(order: tuple[int, int]) -> None:
     def on_rank(rank: Rank) -> None:
@@ -272,7 +536,68 @@ def test_a_backward_does_not_wait_for_a_model_that_leaves_outside_of_it(order: t
     ranks_of(2, on_rank)
 
 
-@pytest.mark.parametrize("change", ["unfrozen", "frozen", "added", "cast"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the later one's gradients first", "the earlier one's first"])
+@pytest.mark.parametrize("alike", [0, 1])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_of_two_models_in_one_backward_one_may_change_on_a_single_rank(changed: int, alike: int, order: tuple[int, int]) -> None:
+    def on_rank(rank: Rank) -> str:
+        models = [Training(rank, "ddp") for _ in range(2)]
+        for training in models:
+            training.step()
+            training.module.zero_grad()
+        for training in models if rank.number == changed else [models[alike]]:
+            CHANGES["unfrozen"][0](training)
+        first, second = (models[index].loss() for index in order)
+        with pytest.raises(PlanMismatch) as caught:
+            (first + second).backward()
+        for training in models:
+            with contextlib.suppress(PlanMismatch):
+                training.sync.close()
+        return str(caught.value)
+
+    first, second = ranks_of(2, on_rank)
+    assert CHANGES["unfrozen"][1].text(changed) in first
+    assert first == second
+
+
+def test_ranks_that_reach_two_models_in_different_backwards_wait_for_a_change() -> None:
+    """A limit: rank 1 rebuilds the later model, and rank 0 waits for the earlier one first."""
+
+    def on_rank(rank: Rank) -> None:
+        earlier, later = (Training(rank, "ddp") for _ in range(2))
+        for training in (earlier, later):
+            training.step()
+            training.module.zero_grad()
+        later.module.units[2].requires_grad_(True)
+        losses = [earlier.loss(), later.loss()]
+        if rank.number == 0:
+            sum(losses).backward()
+        else:
+            losses[1].backward()
+            losses[0].backward()
+
+    with pytest.raises(AssertionError, match="ranks wait for ever"):
+        ranks_of(2, on_rank)
+
+
+def test_a_change_that_is_read_a_step_later_is_an_error_then() -> None:
+    """As on a device."""
+    told = Reading(used=frozenset(), ranks_differ=False, flags={"changed": (1,)}, is_overdue=True)
+
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "ddp")
+        training.step()
+        one_process.reads_late(training.sync, told)
+        with pytest.raises(PlanMismatch) as caught:
+            training.step()
+        training.sync.close()
+        return str(caught.value)
+
+    for text in ranks_of(2, on_rank):
+        assert text.startswith("the parameters, or the communication hook, have changed on rank 1, but not on rank 0.\n")
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "frozen", "added", "cast", "a frozen one cast"])
 @pytest.mark.parametrize("changed", [0, 1])
 def test_ranks_go_on_once_they_have_changed_alike(changed: int, change: str) -> None:
     def on_rank(rank: Rank) -> None:
@@ -310,7 +635,7 @@ def test_a_request_to_stop_reaches_all_ranks_in_the_round_that_tells_of_a_change
     assert ranks_of(2, on_rank) == [True, True]
 
 
-def test_a_rank_that_changes_tells_the_settings_of_its_steps_too() -> None:
+def test_a_change_on_one_rank_is_named_before_other_settings() -> None:
     def on_rank(rank: Rank) -> str:
         training = Training(rank, "ddp")
         training.optimizer.param_groups[0]["lr"] = 0.25 * rank.number
@@ -323,10 +648,7 @@ def test_a_rank_that_changes_tells_the_settings_of_its_steps_too() -> None:
         return str(caught.value)
 
     for text in ranks_of(3, on_rank):
-        assert (
-            "lr of group 0 of SGD with 'units.0.bias' is 0 on rank 0, but 0.25 on rank 1\n  rank 2: other settings than both\n"
-            in text
-        )
+        assert CHANGES["unfrozen"][1].text(0) in text
 
 
 def test_a_model_that_could_not_leave_holds_no_other_one_up() -> None:
