@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from undertow.device import device_of
-from undertow.errors import ConfigError
+from undertow.errors import ConfigError, PhaseError
 from undertow.mesh.local_tensors import addresses, distributed, local_tensor, placement_of
 from undertow.plan import ParamSpec
 from undertow.ranks.agreement import BUILD_ALIKE, require_agreement
@@ -288,7 +288,8 @@ class ModuleParams:
     @property
     def _present_module(self) -> nn.Module:
         module = self._module()
-        assert module is not None  # a forward of it runs, or its optimizer steps
+        if module is None:  # it was dropped when a backward had failed before it could follow
+            raise PhaseError("nothing refers to the model any more, and it follows no change.")
         return module
 
     def _see(self, module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -1,11 +1,14 @@
 """Parameters as the planner sees them."""
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from support.strategies import spec
-from undertow.engine.params import first_change, sparse_params, spec_of
+from undertow.engine.params import ModuleParams, first_change, sparse_params, spec_of
+from undertow.errors import PhaseError
 from undertow.plan import ParamSpec
 
 
@@ -41,3 +44,13 @@ def test_the_first_difference_is_told() -> None:
         "parameter 'a' was (6,) float32 on cpu and is (4,) float32 on cpu"
     )
     assert first_change(before, before) == "a parameter was replaced, or a frozen one has changed"
+
+
+def test_a_model_that_is_gone_follows_no_change() -> None:
+    """The end of a dropped model hears only errors that it drops, in a round that was about to follow a change."""
+    net = nn.Linear(2, 2)
+    members = ModuleParams(net, ())
+    del net
+    gc.collect()
+    with pytest.raises(PhaseError, match=r"^nothing refers to the model any more"):
+        members.read_again()
