@@ -452,6 +452,23 @@ def test_another_fragment_in_the_same_step_is_told() -> None:
 
 
 @in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("is_frozen_before", some([False, True], most=1))
+def test_a_freeze_or_unfreeze_on_one_replica_alone_is_an_error_on_all(is_frozen_before: bool) -> None:
+    with replica(net(), Outer(every=2, fragments=2, delay=0)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        train(ddp, optimizer, range(2))
+        ddp.module.last.requires_grad_(not is_frozen_before)
+        train(ddp, optimizer, range(2, 4))  # alike on all replicas is no error
+        ddp.module.last.requires_grad_(is_frozen_before == (dist.get_rank() == 1))
+        text = text_of(PlanMismatch, lambda: train(ddp, optimizer, range(4, 8)))
+    assert text == (
+        "parameter 'last.bias' was frozen or unfrozen on some replicas only: rank 1 trains other parameters than the "
+        "other replicas.\n  exchange of fragment 1, after step 5\n"
+        "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank."
+    )
+
+
+@in_ranks(2, is_fresh=True)
 def test_frozen_parameters_that_differ_are_named() -> None:
     """Replicas never exchange them: adapters that each replica merges on its own stay different for ever."""
     model = net()

@@ -55,6 +55,15 @@ class FragmentLayout:
         """The parameters, by id."""
         return set(map(id, self.tensors.values()))
 
+    @property
+    def trained(self) -> dict[str, bool]:
+        """The parameters by name, False for frozen ones."""
+        return {
+            name: tensor.requires_grad
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor, Tensor)
+        }
+
     def follow(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Follows parameters that have been put in the place of others of their shape.
 

@@ -26,7 +26,7 @@ from undertow.engine.step_settings import (
     written_unlike,
 )
 from undertow.errors import ReplicaMismatch
-from undertow.outer.frozen import first_that_differs
+from undertow.outer.facts import first_that_differs
 from undertow.outer.step_settings import StepSettings
 from undertow.ranks.alike import Alike, alike
 
