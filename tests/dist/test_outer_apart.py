@@ -391,6 +391,39 @@ def test_equal_values_in_buffers_keep_their_bits(wire: str | None) -> None:
         assert same_everywhere(ddp.module.partly)
 
 
+def with_table() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.arange(3.0))
+    return model
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("own", [None, [1.0] * 5], ids=["dropped", "longer"])
+def test_a_buffer_that_one_replica_has_dropped_or_replaced_keeps_the_mean_of_the_others(own: list[float] | None) -> None:
+    """Comparisons of all ranks continue, and the state has the buffer."""
+    outer, model, rank = Outer(every=2, fragments=1, delay=0), with_table(), dist.get_rank()
+    with replica(model, outer, check_replicas_every=1) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(6):
+            if number == 1 and rank == 1:
+                model.table = None if own is None else torch.tensor(own)
+            if number == 3 and rank == 0:
+                model.table += 1.0
+            optimizer.zero_grad()
+            ddp(noise(3, 4, step=number, rank=rank)).square().mean().backward()
+            optimizer.step()
+        with ddp.outer.synchronized():
+            found = None if model.table is None else model.table.tolist()
+        assert found == ([1.0, 2.0, 3.0] if rank == 0 else own)
+        state = ddp.outer.state_dict()
+    model = with_table()
+    with replica(model, outer) as ddp:
+        ddp.outer.load_state_dict(state)
+        with ddp.outer.synchronized():
+            assert model.table.tolist() == [1.0, 2.0, 3.0]
+
+
 @in_ranks(2)
 def test_torch_in_deterministic_mode_takes_fixed_fragments() -> None:
     torch.use_deterministic_algorithms(True)

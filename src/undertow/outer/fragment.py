@@ -170,6 +170,8 @@ class Fragment:
         numel = own.stop - own.start
         sent = self.values.new_zeros(numel + self._facts.numel)
         whole = sent[:numel] if replicas.row is None else torch.zeros_like(self.values)
+        # No mean counts NaN: a buffer that the replica leaves alone has no part in it.
+        whole[self.layout.params_numel : self.layout.numel].fill_(torch.nan)
         self.layout.read(whole)
         for name, (tensor, view) in self.layout.views(whole[: self.layout.params_numel]).items():
             # As the replica has got them: what its dtype rounds off has not been trained.
@@ -232,7 +234,7 @@ class Fragment:
             name: ~(value <= most)
             for (name, most), value in zip(self._largest.items(), largest, strict=True)
         }
-        for name, view in views.items():
+        for name, (_, view) in self.layout.views(whole).items():
             place = self.layout.places[name]
             if place.start >= self.layout.params_numel and place.start < place.stop:
                 given = self.values[place].view(view.shape)
