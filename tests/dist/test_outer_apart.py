@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,29 @@ def test_other_settings_of_an_optimizer_are_told(delay: int, name: str, values: 
         "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of "
         "their losses."
     )
+
+
+class Estimates(torch.optim.Optimizer):
+    """It estimates its learning rate, and keeps it beside its settings, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1.0, d0: float = 1e-6) -> None:
+        super().__init__(params, {"lr": lr, "d0": d0, "d": d0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["d"] += 1e-3 * group["params"][0].grad.abs().mean().item()
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] * group["d"])
+
+
+@in_ranks(2)
+def test_each_replica_may_have_its_own_estimate_of_a_learning_rate() -> None:
+    with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        optimizer = Estimates(ddp.parameters())
+        train(ddp, optimizer, range(4))
+        assert ddp.outer.num_synchronizations == 2
+        assert not same_everywhere(torch.tensor([optimizer.param_groups[0]["d"]]))
 
 
 @pytest.mark.deep
