@@ -17,7 +17,7 @@ from support.levels import some
 from support.models import CASES, noise
 from support.naive import require_same_gradients, wrapped
 from support.ranks import in_ranks
-from undertow import ConfigError, DistributedDataParallel
+from undertow import ConfigError, DistributedDataParallel, Outer, SyncConfig
 
 CASE = CASES["convolutions"]
 
@@ -236,6 +236,33 @@ def test_a_buffer_that_is_new_or_changes_its_kind_is_left_alone_on_every_rank(na
     assert [value - own[0][0] for value in own[1]] == [1.0 + rank] * len(own[1])
     others = [{key: value for key, value in step.items() if key != name} for step in model.seen]
     assert others == of_all_ranks(others)[0]
+
+
+@in_ranks(2, timeout_s=20.0)
+@pytest.mark.parametrize("name", CHANGES)
+def test_replicas_that_train_alone_leave_such_a_buffer_alone_too(name: str) -> None:
+    """Also if it changes before the fragments are chosen. All others become their mean."""
+    torch.manual_seed(0)
+    model, rank = cached(), dist.get_rank()
+    with contextlib.closing(DistributedDataParallel(model, config=SyncConfig(outer=Outer(every=3)))) as ddp:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(7):
+            if step == 1:
+                CHANGES[name](model)
+                own = model.get_buffer(name)
+                own += rank
+                before = own.clone()
+            ddp(torch.ones(1, 2)).sum().backward()
+            if step == 0:
+                model.table += rank
+                model.count += rank
+            optimizer.step()
+        assert ddp.outer.num_synchronizations >= 2
+    assert model.get_buffer(name) is own
+    assert torch.equal(own, before)
+    others = {key: value.tolist() for key, value in model.named_buffers() if key != name}
+    wanted = {"table": [1.5, 1.5], "count": [0.5]}
+    assert others == {key: value for key, value in wanted.items() if key != name}
 
 
 @in_ranks(2)

@@ -471,6 +471,19 @@ def test_a_step_within_synchronized_and_a_new_parameter_are_refused() -> None:
 
 
 @in_ranks(2)
+def test_parameters_in_the_same_memory_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+    config = SyncConfig(outer=Outer(every=2))
+    assert text_of(ConfigError, lambda: DistributedDataParallel(model, config=config)) == (
+        "parameters '0.weight' and '1.weight' lie in the same memory: outer synchronization would update each by itself.\n"
+        "  SyncConfig(outer=...)\n  Make them one parameter (second.weight = first.weight)."
+    )
+    model[1].weight = model[0].weight
+    DistributedDataParallel(model, config=config).close()
+
+
+@in_ranks(2)
 def test_steps_of_an_optimizer_that_is_not_torchs_are_counted_by_hand() -> None:
     with replica(nn.Linear(2, 2), Outer(every=1, fragments=1, delay=0)) as ddp:
         for _ in range(99):

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,29 @@ def test_other_settings_of_an_optimizer_are_told(delay: int, name: str, values: 
         "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of "
         "their losses."
     )
+
+
+class Estimates(torch.optim.Optimizer):
+    """It estimates its learning rate, and keeps it beside its settings, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1.0, d0: float = 1e-6) -> None:
+        super().__init__(params, {"lr": lr, "d0": d0, "d": d0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["d"] += 1e-3 * group["params"][0].grad.abs().mean().item()
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] * group["d"])
+
+
+@in_ranks(2)
+def test_each_replica_may_have_its_own_estimate_of_a_learning_rate() -> None:
+    with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
+        optimizer = Estimates(ddp.parameters())
+        train(ddp, optimizer, range(4))
+        assert ddp.outer.num_synchronizations == 2
+        assert not same_everywhere(torch.tensor([optimizer.param_groups[0]["d"]]))
 
 
 @pytest.mark.deep
@@ -391,6 +414,39 @@ def test_equal_values_in_buffers_keep_their_bits(wire: str | None) -> None:
         assert same_everywhere(ddp.module.partly)
 
 
+def with_table() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.arange(3.0))
+    return model
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("own", [None, [1.0] * 5], ids=["dropped", "longer"])
+def test_a_buffer_that_one_replica_has_dropped_or_replaced_keeps_the_mean_of_the_others(own: list[float] | None) -> None:
+    """Comparisons of all ranks continue, and the state has the buffer."""
+    outer, model, rank = Outer(every=2, fragments=1, delay=0), with_table(), dist.get_rank()
+    with replica(model, outer, check_replicas_every=1) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(6):
+            if number == 1 and rank == 1:
+                model.table = None if own is None else torch.tensor(own)
+            if number == 3 and rank == 0:
+                model.table += 1.0
+            optimizer.zero_grad()
+            ddp(noise(3, 4, step=number, rank=rank)).square().mean().backward()
+            optimizer.step()
+        with ddp.outer.synchronized():
+            found = None if model.table is None else model.table.tolist()
+        assert found == ([1.0, 2.0, 3.0] if rank == 0 else own)
+        state = ddp.outer.state_dict()
+    model = with_table()
+    with replica(model, outer) as ddp:
+        ddp.outer.load_state_dict(state)
+        with ddp.outer.synchronized():
+            assert model.table.tolist() == [1.0, 2.0, 3.0]
+
+
 @in_ranks(2)
 def test_torch_in_deterministic_mode_takes_fixed_fragments() -> None:
     torch.use_deterministic_algorithms(True)
@@ -448,6 +504,23 @@ def test_another_fragment_in_the_same_step_is_told() -> None:
     assert text == (
         "rank 1 exchanges another fragment than the other replicas.\n  exchange of fragment 0, after step 4\n"
         "  Load a state of model.outer on every rank or on none."
+    )
+
+
+@in_ranks(2, is_fresh=True)
+@pytest.mark.parametrize("is_frozen_before", some([False, True], most=1))
+def test_a_freeze_or_unfreeze_on_one_replica_alone_is_an_error_on_all(is_frozen_before: bool) -> None:
+    with replica(net(), Outer(every=2, fragments=2, delay=0)) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        train(ddp, optimizer, range(2))
+        ddp.module.last.requires_grad_(not is_frozen_before)
+        train(ddp, optimizer, range(2, 4))  # alike on all replicas is no error
+        ddp.module.last.requires_grad_(is_frozen_before == (dist.get_rank() == 1))
+        text = text_of(PlanMismatch, lambda: train(ddp, optimizer, range(4, 8)))
+    assert text == (
+        "parameter 'last.bias' was frozen or unfrozen on some replicas only: rank 1 trains other parameters than the "
+        "other replicas.\n  exchange of fragment 1, after step 5\n"
+        "  Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every rank."
     )
 
 

@@ -599,6 +599,6 @@ def leave_unread(model: undertow.DistributedDataParallel, facts: list[list[float
     """Makes these the facts of each rank in the last exchange, which nobody has read yet, as on a device."""
     (fragment,) = model.outer._exchanges.fragments
     finite_mean = torch.zeros(1)
-    no_stop, same_frozen, no_skips = 0.0, 0.0, 0.0
-    of_each_fact = torch.tensor([[*of_rank, no_stop, same_frozen, no_skips] for of_rank in facts]).T
+    no_stop, same_frozen, no_skips, same_trained = 0.0, 0.0, 0.0, 0.0
+    of_each_fact = torch.tensor([[*of_rank, no_stop, same_frozen, no_skips, same_trained] for of_rank in facts]).T
     fragment._said = torch.cat([of_each_fact.flatten(), finite_mean]), None

@@ -22,6 +22,10 @@ class Outer:
     fragments. A fragment's exchange averages, over replicas, the difference between the global
     parameters and the replica's own. Then an outer optimizer, SGD with momentum, steps on the mean.
 
+    All floating-point buffers become their mean over replicas, without an outer step. This suits
+    statistics, but mixes queues, codebooks and rotary tables that replicas have changed: leave
+    those out with `ignore`.
+
     Over some outer steps it multiplies the learning rate of your own optimizer by up to
     `lr / (1 - momentum)`: 1.4 by default, and 7 with the momentum of 0.9 that papers have. After a
     change of either, tune that learning rate again. `lr=1.0, momentum=0.0` takes the mean of the

@@ -72,7 +72,8 @@ class SyncConfig:
         average_in_collective: False divides whole gradients before the collective, which then sums.
             It has no effect with shards or "ordered", which divide the sum.
         buffers: Before the first training forward of a step, as in torch, module buffers follow
-            rank 0 ("rank0") or are left alone ("off").
+            rank 0 ("rank0") or are left alone ("off"). With `outer`, "rank0" also averages
+            floating-point ones over replicas.
         reduce_dtype: "float32", "fp32" or torch.float32 accumulates and reduces gradients of 16-bit
             parameters in fp32, and `.grad` is fp32. The optimizer must accept such gradients, as a
             ShardedOptimizer and torch's SGD do. None keeps the gradients' own dtype.

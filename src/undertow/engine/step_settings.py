@@ -4,6 +4,7 @@ texts for the error if the digests differ."""
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from itertools import chain, filterfalse
 from operator import attrgetter, is_
 from weakref import WeakKeyDictionary, ref
@@ -19,6 +20,8 @@ from undertow.ranks.answers import named
 
 # Settings that choose an implementation: ranks may differ in them.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+# Settings that users choose, under whatever name a constructor has them.
+_CHOSEN = {"lr", "betas", "eps", "momentum", "weight_decay"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ _digest_of = attrgetter("digest")
 class _Known:
     """The settings of an optimizer when it last stepped."""
 
+    left_out: frozenset[str]  # names that are not compared
     # by the number, the first and the last of a group's parameters
     first_names: dict[tuple[int, int, int], str] = field(default_factory=dict)
     # by a group's number and the number of its parameters, the values that its settings were made
@@ -67,13 +71,13 @@ def settings_of(
     """Returns the settings of each group with `trained` parameters, by id; ranks that step alike
     have the same. `names` has the names of parameters by id.
 
-    Leaves out tensors on devices, because the host would wait for them, and settings that only
-    choose an implementation.
+    Leaves out tensors on devices, because the host would wait for them, settings that only choose
+    an implementation, and numbers that the optimizer keeps for itself.
     """
     known = _KNOWN.get(optimizer)
     if known is None:
-        known = _KNOWN[optimizer] = _Known()
-    told = list(filterfalse(_IMPLEMENTATION.__contains__, getattr(optimizer, "defaults", ())))
+        known = _KNOWN[optimizer] = _Known(_estimates_of(optimizer).union(_IMPLEMENTATION))
+    told = list(filterfalse(known.left_out.__contains__, getattr(optimizer, "defaults", ())))
     found: list[GroupSettings] = []
     for group in optimizer.param_groups:
         params = group["params"]
@@ -93,6 +97,27 @@ def settings_of(
                 known.groups[key] = now, settings
         found.append(settings)
     return tuple(found)
+
+
+def _estimates_of(optimizer: Optimizer) -> frozenset[str]:
+    """Returns the entries of `defaults` that no constructor of its classes takes.
+
+    The optimizer keeps them for itself, as Prodigy its estimate `d`: replicas that train alone have
+    different ones.
+    """
+    taken = set(_CHOSEN)
+    for each in getattr(optimizer, "optimizer_class", type(optimizer)).__mro__:
+        constructor = vars(each).get("__init__")
+        if constructor is None or each in (Optimizer, object):
+            continue
+        try:
+            params = signature(constructor).parameters
+        except ValueError:  # it is compiled
+            return frozenset()
+        if any(param.kind is Parameter.VAR_KEYWORD for param in params.values()):
+            return frozenset()
+        taken.update(params)
+    return frozenset(getattr(optimizer, "defaults", ())) - taken
 
 
 def written_gradients(fingerprints: Mapping[str, int]) -> Settings:

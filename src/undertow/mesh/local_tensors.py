@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -169,6 +169,19 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 def distributed(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns the DTensors among these."""
     return list(filter(dtensors.is_dtensor, tensors))
+
+
+def in_same_memory(tensors: Iterable[Tensor]) -> tuple[int, int] | None:
+    """Returns the indices of the first two tensors of which this rank's parts share memory."""
+    places = sorted(
+        (tensor.data_ptr(), tensor.nbytes, index)
+        for index, tensor in enumerate(local_tensors(tensors))
+        if tensor.nbytes and tensor.data_ptr()  # else it has no memory now
+    )
+    for (start, num_bytes, first), (following, _, second) in pairwise(places):
+        if following < start + num_bytes:
+            return min(first, second), max(first, second)
+    return None
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:

@@ -13,7 +13,7 @@ from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.checks import mismatch
 from undertow.engine.params import ModuleParams
 from undertow.mesh.local_tensors import local_tensors
-from undertow.outer.frozen import first_that_differs
+from undertow.outer.facts import first_that_differs
 from undertow.ranks.handle import Handle
 from undertow.ranks.transport import OwnGroup
 

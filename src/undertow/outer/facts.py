@@ -8,7 +8,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from undertow.buckets.facts import FactCodec, differing
-from undertow.errors import Desync, NonFiniteGradient, ReplicaMismatch, listed, require
+from undertow.engine.agreed_errors import CHANGE_ALIKE
+from undertow.errors import (
+    Desync,
+    NonFiniteGradient,
+    PlanMismatch,
+    ReplicaMismatch,
+    listed,
+    require,
+)
 from undertow.outer.step_settings import StepSettings
 from undertow.plan.facts import FactKind
 from undertow.ranks.transport import OwnGroup
@@ -28,6 +36,7 @@ class ReplicaFacts(NamedTuple):
     stopping: int  # 1: a signal has asked the rank to stop
     frozen: int  # of a sample of the parameters that replicas do not exchange
     skips: int  # the same if scalers have skipped the same number of steps of each optimizer
+    trained: int  # digest of the names in the fragment that are not frozen
 
 
 REPLICA_FACTS = dict.fromkeys(ReplicaFacts._fields, FactKind.NUMBERS)
@@ -40,12 +49,18 @@ def replica_facts(codec: FactCodec, told: Tensor) -> list[ReplicaFacts]:
 
 
 def require_alike(
-    of_ranks: Mapping[int, ReplicaFacts], settings: StepSettings, group: OwnGroup, *, fragment: int
+    of_ranks: Mapping[int, ReplicaFacts],
+    settings: StepSettings,
+    group: OwnGroup,
+    *,
+    fragment: int,
+    trained: Mapping[str, bool],
 ) -> None:
     """Raises the same error on every rank if ranks differ in an exchange.
 
     Desync: they are in other steps, or have run other numbers of forwards. ReplicaMismatch: their
-    global parameters differ. PlanMismatch: their optimizers have stepped with other settings.
+    global parameters differ. PlanMismatch: some have frozen other parameters, or their optimizers
+    have stepped with other settings. `trained` are this rank's parameters, False for frozen ones.
     """
     where = f"exchange of fragment {fragment}"
     named = _others({rank: facts[:2] for rank, facts in of_ranks.items()})
@@ -79,6 +94,15 @@ def require_alike(
         error=ReplicaMismatch,
     )
     step = next(iter(of_ranks.values())).step
+    freezers = _others({rank: facts.trained for rank, facts in of_ranks.items()})
+    if freezers:
+        name = first_that_differs(group, trained)
+        raise PlanMismatch(
+            f"parameter {name!r} was frozen or unfrozen on some replicas only: rank {freezers} "
+            "trains other parameters than the other replicas.",
+            where=f"{where}, after step {step}",
+            remedy=CHANGE_ALIKE,
+        )
     compared = {(facts.skips, facts.settings) for facts in of_ranks.values() if facts.settings}
     if len(compared) > len({skips for skips, _ in compared}):
         raise settings.difference(group, where=where)
@@ -141,3 +165,14 @@ def _after(facts: ReplicaFacts, fragment: int) -> str:
 def _others(of_ranks: Mapping[int, Hashable]) -> str:
     """Returns the ranks that do not have what most ranks have."""
     return ", ".join(map(str, differing(of_ranks)))
+
+
+def first_that_differs(group: OwnGroup, mine: Mapping[str, Tensor | bool]) -> str:
+    """Returns the first name with another value, such as a fingerprint, on some rank, or that only
+    some ranks have; "?" if the ranks do not tell of one. Every rank calls this."""
+    lines = sorted(f"{int(value)} {name}" for name, value in mine.items())
+    # A rank without a text would not be compared.
+    found = group.watch.ask("\n".join(["values", *lines]), of=group.names)
+    of_ranks = [set(one.text.splitlines()) for one in found if one.text is not None]
+    unlike = of_ranks[0] ^ of_ranks[1] if len(of_ranks) > 1 else set()
+    return min((line.partition(" ")[2] for line in unlike), default="?")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,6 +76,7 @@ class Fragment:
         # The facts of the last exchange, if they are unread, and the end of their copy to
         # the host.
         self._said: tuple[Tensor, torch.Event | None] | None = None
+        self._trained: dict[str, bool] = {}  # when the last exchange started
         self._replicas = replicas
         self.layout = layout = FragmentLayout(tensors, wire=replicas.outer.wire)
         dtype, wire, stop = layout.dtype, layout.wire, layout.numel
@@ -168,11 +170,14 @@ class Fragment:
         numel = own.stop - own.start
         sent = self.values.new_zeros(numel + self._facts.numel)
         whole = sent[:numel] if replicas.row is None else torch.zeros_like(self.values)
+        # No mean counts NaN: a buffer that the replica leaves alone has no part in it.
+        whole[self.layout.params_numel : self.layout.numel].fill_(torch.nan)
         self.layout.read(whole)
         for name, (tensor, view) in self.layout.views(whole[: self.layout.params_numel]).items():
             # As the replica has got them: what its dtype rounds off has not been trained.
             given = self.values[self.layout.places[name]].view(view.shape).to(tensor.dtype)
             torch.sub(given, view, out=view)
+        self._trained = self.layout.trained
         bad = self._not_finite(whole)
         replicas.agree_on(bad)
         if not column.hardware.is_host or bad:
@@ -189,6 +194,7 @@ class Fragment:
             "not_finite": bad,
             "stopping": float(is_stopping),
             "frozen": replicas.frozen.digest(self.values.device),
+            "trained": zlib.crc32(repr(self._trained).encode()) % MODULO,
         }
         if self._is_new:
             facts["fingerprint"] = self._fingerprint()
@@ -228,7 +234,7 @@ class Fragment:
             name: ~(value <= most)
             for (name, most), value in zip(self._largest.items(), largest, strict=True)
         }
-        for name, view in views.items():
+        for name, (_, view) in self.layout.views(whole).items():
             place = self.layout.places[name]
             if place.start >= self.layout.params_numel and place.start < place.stop:
                 given = self.values[place].view(view.shape)
@@ -323,7 +329,13 @@ class Fragment:
         replicas = self._replicas
         of_ranks = replicas.of_ranks(self._facts, values[:-1])
         self.is_stopping = any(facts.stopping for facts in of_ranks.values())
-        require_alike(of_ranks, replicas.settings, replicas.all_ranks, fragment=self.index)
+        require_alike(
+            of_ranks,
+            replicas.settings,
+            replicas.all_ranks,
+            fragment=self.index,
+            trained=self._trained,
+        )
         if differing({rank: facts.frozen for rank, facts in of_ranks.items()}):
             step = next(iter(of_ranks.values())).step
             where = f"exchange of fragment {self.index}, after step {step}"

@@ -182,5 +182,5 @@ def tensors_of(plan: CurrentPlan, *, with_buffers: bool) -> dict[str, Tensor | B
     for item in plan.members.common_buffers.buffers if with_buffers else ():
         table, key, name = item.place
         if item.tensor.is_floating_point() or item.tensor.is_complex():
-            found[name] = table, key
+            found[name] = BufferPlace.of(table, key, item.tensor)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from undertow.buckets.fingerprints import fingerprints
 from undertow.engine.checks import has_bits
 from undertow.engine.params import ModuleParams
 from undertow.mesh.local_tensors import local_tensor
-from undertow.outer.facts import MODULO
+from undertow.outer.facts import MODULO, first_that_differs
 from undertow.ranks.transport import OwnGroup
 
 _MOST_VALUES = 64  # of a parameter in its sample
@@ -64,14 +63,3 @@ class Frozen:
             "teacher, ignore this.",
             stacklevel=2,
         )
-
-
-def first_that_differs(group: OwnGroup, mine: Mapping[str, Tensor]) -> str:
-    """Returns the first name with another fingerprint on some rank, or that only some ranks have;
-    "?" if the ranks do not tell of one. Every rank calls this."""
-    lines = sorted(f"{int(value)} {name}" for name, value in mine.items())
-    # A rank without a text would not be compared.
-    found = group.watch.ask("\n".join(["fingerprints", *lines]), of=group.names)
-    of_ranks = [set(one.text.splitlines()) for one in found if one.text is not None]
-    differing = of_ranks[0] ^ of_ranks[1] if len(of_ranks) > 1 else set()
-    return min((line.partition(" ")[2] for line in differing), default="?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from undertow.config import SyncConfig
 from undertow.engine.engine import Engine
+from undertow.errors import ConfigError
+from undertow.mesh.local_tensors import in_same_memory
 from undertow.outer.comparisons import Comparisons
 from undertow.outer.fragment import Fragment
 from undertow.outer.fragment_layout import BufferPlace
@@ -59,6 +61,7 @@ class ReplicaExchanges:
             members.require_alike(group, compiled.plan.params, compiled.params, settings, new=())
         # Before more groups open: a rank that raises would close them under the others.
         given_turns(self.outer, self.tensors())
+        _require_apart(engine.current_plan.hooks.named_params)
         engine.current_plan.open_group()  # the ranks of the replica
         if engine.current_plan.group.num_ranks == 1:
             members.read_again()  # else the engine has compared them
@@ -188,4 +191,17 @@ class ReplicaExchanges:
             every=self.outer.every,
             num_exchanges=self.num_synchronizations,
             num_left_out=0 if self.replicas is None else self.replicas.num_left_out,
+        )
+
+
+def _require_apart(named_params: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ConfigError if two parameters share memory: each would take an outer step."""
+    shared = in_same_memory(param for _, param in named_params)
+    if shared is not None:
+        names = " and ".join(repr(named_params[index][0]) for index in shared)
+        raise ConfigError(
+            f"parameters {names} lie in the same memory: outer synchronization would update each "
+            "by itself.",
+            where="SyncConfig(outer=...)",
+            remedy="Make them one parameter (second.weight = first.weight).",
         )

@@ -102,7 +102,7 @@ class CommonBuffers:
             table, key, _ = buffer.place
             tensor, earlier = table.get(key), buffer.tensor
             # The usual case comes first: this is checked for every buffer in every forward.
-            if tensor is not earlier and tensor is not None and _kind(tensor) == _kind(earlier):
+            if tensor is not earlier and tensor is not None and kind_of(tensor) == kind_of(earlier):
                 buffer.tensor = tensor
         return self.buffers
 
@@ -112,7 +112,8 @@ def why_not_sent(buffer: Tensor) -> str:
     return next((words for is_of_kind, words in _NOT_SENT if is_of_kind(buffer)), "")
 
 
-def _kind(buffer: Tensor) -> tuple[object, ...]:
+def kind_of(buffer: Tensor) -> tuple[object, ...]:
+    """Returns the properties that a buffer must keep to be sent."""
     # a nested tensor may not have a shape
     return buffer.dtype, buffer.layout, buffer.is_meta, buffer.is_nested or buffer.shape
 

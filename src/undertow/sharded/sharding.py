@@ -5,7 +5,6 @@ Reasons: docs/design/sharded-optimizer.md.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 from operator import attrgetter
 
 import torch
@@ -18,10 +17,10 @@ from undertow.buckets.recorder import Recorder
 from undertow.config import refused
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.mesh.local_tensors import (
+    in_same_memory,
     let_go_of_memory,
     local_gradient,
     local_params,
-    local_tensors,
     parameter_of,
     placed_like,
 )
@@ -328,18 +327,13 @@ def _require_shardable(plan: Plan, params: Sequence[Tensor]) -> None:
             name = plan.params[bucket.slots[0].param].name
             raise refused("shards", "sparse", where=f"ShardedOptimizer, parameter {name!r}")
     # Of two parameters that share memory, each would be updated as if it were alone.
-    places = sorted(
-        (param.data_ptr(), param.nbytes, index)
-        for index, param in enumerate(local_tensors(params))
-        if param.nbytes
-    )
-    for (start, num_bytes, first), (following, _, second) in pairwise(places):
-        if following < start + num_bytes:
-            names = " and ".join(repr(plan.params[index].name) for index in sorted((first, second)))
-            raise ConfigError(
-                f"parameters {names} lie in the same memory: a sharded optimizer would update "
-                "each by itself.",
-                where="ShardedOptimizer",
-                remedy="Make them one parameter (second.weight = first.weight), or use a plain "
-                "optimizer.",
-            )
+    shared = in_same_memory(params)
+    if shared is not None:
+        names = " and ".join(repr(plan.params[index].name) for index in shared)
+        raise ConfigError(
+            f"parameters {names} lie in the same memory: a sharded optimizer would update "
+            "each by itself.",
+            where="ShardedOptimizer",
+            remedy="Make them one parameter (second.weight = first.weight), or use a plain "
+            "optimizer.",
+        )

@@ -26,7 +26,7 @@ from undertow.engine.step_settings import (
     written_unlike,
 )
 from undertow.errors import ReplicaMismatch
-from undertow.outer.frozen import first_that_differs
+from undertow.outer.facts import first_that_differs
 from undertow.outer.step_settings import StepSettings
 from undertow.ranks.alike import Alike, alike
 
@@ -51,6 +51,39 @@ def test_groups_without_trained_parameters_do_not_count() -> None:
     optimizer = torch.optim.SGD([{"params": PARAMS[:1], "lr": 0.5}, {"params": PARAMS[1:]}], lr=0.1)
     (group,) = settings_of(optimizer, {id(PARAMS[3])}, NAMES)
     assert (group.label, dict(group.values)["lr"]) == ("group 0 of SGD with 'a'", "0.1")
+
+
+class Estimates(torch.optim.Optimizer):
+    """It keeps an estimate and a count of its own beside its settings, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, params: list[nn.Parameter], learning_rate: float = 1.0, d0: float = 1e-6) -> None:
+        super().__init__(params, {"lr": learning_rate, "d0": d0, "d": d0, "k": 0})
+
+    def step(self, closure: object = None) -> None: ...
+
+
+class Taken(Estimates):
+    def __init__(self, params: list[nn.Parameter], **settings: float) -> None:
+        super().__init__(params, **settings)
+
+
+class Named(Estimates):
+    def __init__(self, params: list[nn.Parameter], d: float = 0.5) -> None:
+        super().__init__(params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Estimates, {"lr", "d0"}),
+        (Named, {"lr", "d0", "d"}),
+        (Taken, {"lr", "d0", "d", "k"}),  # it may take any name
+        (torch.optim.SGD, {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"}),
+    ],
+)
+def test_numbers_that_an_optimizer_keeps_for_itself_are_not_compared(kind: type[torch.optim.Optimizer], names: set[str]) -> None:
+    (group,) = settings_of(kind(PARAMS), NAMES, NAMES)
+    assert dict(group.values).keys() == names
 
 
 def test_the_digest_follows_every_setting_and_no_order_of_steps() -> None:
