@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from statistics import mean
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -302,6 +303,41 @@ def test_the_bytes_that_a_hook_sends_are_not_told(name: str) -> None:
         report.sent_bytes,
         [event.num_bytes for event in trace.communication],
     ) == (expected, sum(expected), expected)
+
+
+def trained_steps(net: nn.Module, state: Any, hook: Hook, *, num_steps: int, **settings: Any) -> Iterator[int]:
+    """Yields the number of each step, before it."""
+    with hooked(net, state, hook, **settings) as ddp:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for step in range(num_steps):
+            yield step
+            optimizer.zero_grad()
+            MLP.loss(ddp, step).backward()
+            optimizer.step()
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("has_feedback", [False, True], ids=["plain", "with error feedback"])
+def test_power_sgd_continues_after_a_layer_is_frozen(has_feedback: bool) -> None:
+    """The ranks leave the old buckets with zeros, which torch's hook divides by zero."""
+    net, state = mlp(), power_state()
+    state.use_error_feedback = has_feedback
+    for step in trained_steps(net, state, powerSGD_hook, num_steps=7):
+        net[0].weight.requires_grad_(step < 4)
+    assert all(param.isfinite().all() for param in net.parameters())
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_hook_with_another_state_is_told_once_that_its_buckets_have_changed() -> None:
+    net = mlp()
+    with mock.patch("undertow.ranks.faults.tell") as tell:
+        for step in trained_steps(net, {}, lambda state, bucket: default.allreduce_hook(None, bucket), num_steps=5):
+            net[0].weight.requires_grad_(step < 2)
+            net[0].bias.requires_grad_(step < 3)
+    assert [call.args[0].partition("\n")[0] for call in tell.call_args_list] == [
+        "the buckets of the communication hook test_a_hook_with_another_state_is_told_once_that_its_buckets_have_changed."
+        "<locals>.<lambda> have other parameters from now on, and it was called once more with zeros for the old ones."
+    ] * (dist.get_rank() == 0)
 
 
 CONTEXT = 32

@@ -237,7 +237,10 @@ class CurrentPlan:
         assert change is not None  # else this is not called
         arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
         hooks.close()
+        comm_hook = self.compiled.reducer.hook
         self._put_in_force(change, before=self.compiled)
+        if comm_hook is not None:
+            comm_hook.buckets_change(is_told=self.group.rank == 0)
         self.hooks.arrived_before |= self.hooks.indices(arrived)
         self.change = None
         self.members.read_again()
