@@ -400,6 +400,35 @@ def test_a_rank_alone_looks_when_it_steps(policy: str, strategy: str) -> None:
             require_equal(parameters(ddp), before)
 
 
+@in_ranks(2)
+@pytest.mark.parametrize(("policy", "has_mean"), [("raise", True), ("skip", False), ("skip", True)])
+def test_a_step_inside_no_sync_looks_at_the_gradients_of_its_rank(policy: str, has_mean: bool) -> None:
+    is_bad = dist.get_rank() == 1
+    with training(Layers(), "ddp", "AdamW", nonfinite=policy, bucket_cap_mb=ALL_IN_ONE) as (ddp, optimizer):
+        if has_mean:
+            train(ddp, optimizer, 0, factor=torch.inf if policy == "skip" else None)  # says nothing of later steps
+        before, state = parameters(ddp), state_of(optimizer)
+        with ddp.no_sync():
+            if is_bad and policy == "raise":
+                assert text_of(NonFiniteGradient, lambda: train(ddp, optimizer, 1, factor=torch.nan)) == (
+                    f"{WHAT.format('first.weight', 'rank 1')}\n  a step inside accumulate() or no_sync()\n"
+                    "  This rank has not taken the step, which uses its own gradients. Look for the overflow there, or set "
+                    'nonfinite="skip".'
+                )
+            else:
+                train(ddp, optimizer, 1, factor=torch.nan)
+        if is_bad:
+            require_equal(parameters(ddp), before)
+            require_same_state(state_of(optimizer), state)
+        else:
+            assert not torch.equal(parameters(ddp)["module.last.bias"], before["module.last.bias"])
+        assert ddp.report().num_skipped == (policy == "skip") * (is_bad + has_mean)
+        with ddp.no_sync():  # the next one has other gradients
+            before = parameters(ddp)
+            train(ddp, optimizer, 2)
+        assert not torch.equal(parameters(ddp)["module.last.bias"], before["module.last.bias"])
+
+
 EXPERTS_RAISE = """the gradient of 'experts.0.bias' is not finite (NaN or Inf) on rank 3.
   synchronization {step}
   Ranks with other experts take the step: start from a checkpoint, and look for the overflow there."""

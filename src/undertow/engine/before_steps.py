@@ -75,7 +75,10 @@ class BeforeSteps(StepListener):
                 args, kwargs, lambda: self._closure_ends(optimizer, params)
             )
         numbers = engine.checks.numbers
-        return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
+        if not numbers.is_on:
+            return changed
+        accumulates = engine.is_accumulating
+        return numbers.before_step(optimizer, args, kwargs, accumulates=accumulates) or changed
 
     def unscaling_begins(self, optimizer: Optimizer) -> None:
         params = self._params_of(optimizer)
