@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from statistics import mean
@@ -338,6 +339,31 @@ def test_a_hook_with_another_state_is_told_once_that_its_buckets_have_changed() 
         "the buckets of the communication hook test_a_hook_with_another_state_is_told_once_that_its_buckets_have_changed."
         "<locals>.<lambda> have other parameters from now on, and it was called once more with zeros for the old ones."
     ] * (dist.get_rank() == 0)
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_power_sgd_continues_after_a_step_that_is_skipped() -> None:
+    """Its error memory and its matrices hold the NaN of one rank."""
+    net, bad = mlp(), []
+    net[0].weight.register_hook(lambda grad: grad * torch.nan if bad and dist.get_rank() == 1 else grad)
+    values: list[Tensor] = []
+    for step in trained_steps(net, power_state(), powerSGD_hook, num_steps=7, nonfinite="skip"):
+        bad[:] = [step] if step == 4 else []
+        values.append(net[0].weight.detach().clone())
+    assert [torch.equal(*pair) for pair in itertools.pairwise(values)] == [step == 4 for step in range(6)]
+    assert net[0].weight.isfinite().all()
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_step_is_skipped_if_a_hook_makes_gradients_infinite() -> None:
+    net, bad = mlp(), []
+
+    def hook(_state, bucket):
+        return completed(bucket.buffer() * torch.inf if bad else torch.ones_like(bucket.buffer()))
+
+    for step in trained_steps(net, None, hook, num_steps=4, nonfinite="skip"):
+        bad[:] = [step] if step == 2 else []
+    assert all(param.isfinite().all() for param in net.parameters())
 
 
 CONTEXT = 32
