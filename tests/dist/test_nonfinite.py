@@ -203,6 +203,29 @@ def require_one_skipped(ddp: nn.Module, step: Callable[[int, float | None], obje
     assert ddp.report().num_skipped == 1
 
 
+class Cached(torch.optim.Optimizer):
+    """Steps parameters that it keeps outside of its groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kept = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for param in self.kept:
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-0.1)
+
+
+@in_ranks(2)
+def test_an_optimizer_that_keeps_its_own_list_of_parameters_skips_too() -> None:
+    with wrapped(Layers(), nonfinite="skip") as ddp:
+        optimizer = Cached(ddp.parameters())
+        require_one_skipped(ddp, lambda step, factor: train(ddp, optimizer, step, factor=factor), optimizer)
+        train(ddp, optimizer, 5, factor=torch.nan)
+        assert not ddp.module.first.weight.grad.isfinite().any()  # it is there again
+
+
 @in_ranks(4)
 def test_all_ranks_of_a_mesh_skip_the_same_step() -> None:
     with hybrid(Layers(), "AdamW", nonfinite="skip", auto_tune=False) as (ddp, optimizer):

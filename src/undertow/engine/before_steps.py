@@ -80,6 +80,9 @@ class BeforeSteps(StepListener):
         accumulates = engine.is_accumulating
         return numbers.before_step(optimizer, args, kwargs, accumulates=accumulates) or changed
 
+    def step_ends(self, optimizer: Optimizer) -> None:
+        self._engine.checks.numbers.step_ends(optimizer)
+
     def unscaling_begins(self, optimizer: Optimizer) -> None:
         params = self._params_of(optimizer)
         if params is not None:

@@ -105,6 +105,8 @@ class NonFinite:
         self._find_alone, self._find_own = find_alone, find_own
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has stepped, or skipped, on it
+        # each `.grad` of an optimizer whose step is skipped now
+        self._aside: dict[Optimizer, list[tuple[Tensor, Tensor | None]]] = {}
 
     def round_ends(self, ended: Round, plan: Plan) -> None:
         """Takes over a synchronization's findings.
@@ -166,14 +168,26 @@ class NonFinite:
 
         The optimizer itself is the first of `args`. The step `accumulates` inside `accumulate()`.
         """
+        self._aside.pop(optimizer, None)  # of a step that has raised
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            is_skipped = self.skips(optimizer, accumulates=accumulates)
-            return ((_idle(optimizer), *args[1:]), kwargs) if is_skipped else None
+            if not self.skips(optimizer, accumulates=accumulates):
+                return None
+            # Some optimizers keep their parameters in a list of their own, and step those that have
+            # a gradient.
+            self._aside[optimizer] = [(param, param.grad) for param in params_of(optimizer)]
+            for param, _ in self._aside[optimizer]:
+                param.grad = None
+            return (_idle(optimizer), *args[1:]), kwargs
         if self._policy == "skip":
             raise refused("closure", "skip", where=f"{type(optimizer).__name__}, rank {self._rank}")
         then = partial(self.skips, optimizer, accumulates=accumulates)
         return after_closure(args, kwargs, then)
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """Called after a plain optimizer's step: gradients are as before, if it was skipped."""
+        for param, grad in self._aside.pop(optimizer, ()):
+            param.grad = grad
 
     def _tell(self, finding: Finding) -> None:
         """Warns on rank 0, or on the only rank that skips, the first, second, fourth time and so

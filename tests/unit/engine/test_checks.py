@@ -59,10 +59,12 @@ def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), k
 
 
 def stepped(optimizer: torch.optim.Optimizer, judge: NonFinite) -> None:
-    """With the hook that every optimizer of our parameters has."""
-    handle = optimizer.register_step_pre_hook(judge.before_step)
+    """With the hooks that every optimizer of our parameters has."""
+    before = optimizer.register_step_pre_hook(judge.before_step)
+    after = optimizer.register_step_post_hook(lambda optimizer, *_: judge.step_ends(optimizer))
     optimizer.step()
-    handle.remove()
+    before.remove()
+    after.remove()
 
 
 def sgd() -> torch.optim.SGD:
