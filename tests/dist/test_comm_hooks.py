@@ -2,8 +2,11 @@
 
 import contextlib
 import copy
+import itertools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
+from logging.handlers import BufferingHandler
 from statistics import mean
 from typing import Any
 
@@ -302,6 +305,69 @@ def test_the_bytes_that_a_hook_sends_are_not_told(name: str) -> None:
         report.sent_bytes,
         [event.num_bytes for event in trace.communication],
     ) == (expected, sum(expected), expected)
+
+
+def trained_steps(net: nn.Module, state: Any, hook: Hook, *, num_steps: int, **settings: Any) -> Iterator[int]:
+    """Yields the number of each step, before it."""
+    with hooked(net, state, hook, **settings) as ddp:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for step in range(num_steps):
+            yield step
+            optimizer.zero_grad()
+            MLP.loss(ddp, step).backward()
+            optimizer.step()
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("has_feedback", [False, True], ids=["plain", "with error feedback"])
+def test_power_sgd_continues_after_a_layer_is_frozen(has_feedback: bool) -> None:
+    """The ranks leave the old buckets with zeros, which torch's hook divides by zero."""
+    net, state = mlp(), power_state()
+    state.use_error_feedback = has_feedback
+    for step in trained_steps(net, state, powerSGD_hook, num_steps=7):
+        net[0].weight.requires_grad_(step < 4)
+    assert all(param.isfinite().all() for param in net.parameters())
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_hook_with_another_state_is_told_once_that_its_buckets_have_changed() -> None:
+    def hook(state, bucket):
+        return default.allreduce_hook(None, bucket)
+
+    net, told, log = mlp(), BufferingHandler(100), logging.getLogger("undertow")
+    log.addHandler(told)
+    for step in trained_steps(net, {}, hook, num_steps=5):
+        net[0].weight.requires_grad_(step < 2)
+        net[0].bias.requires_grad_(step < 3)
+    log.removeHandler(told)
+    assert [record.getMessage().partition(" have other")[0] for record in told.buffer] == [
+        f"the buckets of the communication hook {hook.__qualname__}"
+    ] * (dist.get_rank() == 0)
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_power_sgd_continues_after_a_step_that_is_skipped() -> None:
+    """Its error memory and its matrices hold the NaN of one rank."""
+    net, bad = mlp(), []
+    net[0].weight.register_hook(lambda grad: grad * torch.nan if bad and dist.get_rank() == 1 else grad)
+    values: list[Tensor] = []
+    for step in trained_steps(net, power_state(), powerSGD_hook, num_steps=7, nonfinite="skip"):
+        bad[:] = [step] if step == 4 else []
+        values.append(net[0].weight.detach().clone())
+    assert [torch.equal(*pair) for pair in itertools.pairwise(values)] == [step == 4 for step in range(6)]
+    assert net[0].weight.isfinite().all()
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_step_is_skipped_if_a_hook_makes_gradients_infinite() -> None:
+    net, bad = mlp(), []
+
+    def hook(_state, bucket):
+        return completed(bucket.buffer() * torch.inf if bad else torch.ones_like(bucket.buffer()))
+
+    for step in trained_steps(net, None, hook, num_steps=4, nonfinite="skip"):
+        bad[:] = [step] if step == 2 else []
+    assert all(param.isfinite().all() for param in net.parameters())
 
 
 CONTEXT = 32

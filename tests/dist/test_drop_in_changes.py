@@ -547,6 +547,20 @@ def replaced(module: nn.Sequential) -> None:
 
 
 @in_ranks(2)
+def test_a_plain_optimizer_that_is_left_behind_warns_once() -> None:
+    """As under torch's class, it trains nothing."""
+    with contextlib.closing(DistributedDataParallel(net())) as model:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        step_of(model, optimizer)
+        assigned(model.module)
+        step_of(model)
+        with pytest.warns(UserWarning, match="an optimizer steps parameters that are not the model's any more") as warned:
+            optimizer.step()
+        step_of(model, optimizer)
+    assert len(warned) == 1
+
+
+@in_ranks(2)
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(("change", "which"), [(assigned, "'0.weight' and 3 more"), (replaced, "'1.weight' and 1 more")])
 def test_a_sharded_optimizer_that_is_left_behind_raises(

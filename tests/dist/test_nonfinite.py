@@ -203,6 +203,29 @@ def require_one_skipped(ddp: nn.Module, step: Callable[[int, float | None], obje
     assert ddp.report().num_skipped == 1
 
 
+class Cached(torch.optim.Optimizer):
+    """Steps parameters that it keeps outside of its groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kept = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for param in self.kept:
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-0.1)
+
+
+@in_ranks(2)
+def test_an_optimizer_that_keeps_its_own_list_of_parameters_skips_too() -> None:
+    with wrapped(Layers(), nonfinite="skip") as ddp:
+        optimizer = Cached(ddp.parameters())
+        require_one_skipped(ddp, lambda step, factor: train(ddp, optimizer, step, factor=factor), optimizer)
+        train(ddp, optimizer, 5, factor=torch.nan)
+        assert not ddp.module.first.weight.grad.isfinite().any()  # it is there again
+
+
 @in_ranks(4)
 def test_all_ranks_of_a_mesh_skip_the_same_step() -> None:
     with hybrid(Layers(), "AdamW", nonfinite="skip", auto_tune=False) as (ddp, optimizer):
@@ -398,6 +421,35 @@ def test_a_rank_alone_looks_when_it_steps(policy: str, strategy: str) -> None:
             text = found(0).replace("synchronization 2, bucket 0", "one rank, when its optimizer steps")
             assert text_of(NonFiniteGradient, lambda: step(1, torch.nan)) == f"{text}\n{REMEDY}"
             require_equal(parameters(ddp), before)
+
+
+@in_ranks(2)
+@pytest.mark.parametrize(("policy", "has_mean"), [("raise", True), ("skip", False), ("skip", True)])
+def test_a_step_inside_no_sync_looks_at_the_gradients_of_its_rank(policy: str, has_mean: bool) -> None:
+    is_bad = dist.get_rank() == 1
+    with training(Layers(), "ddp", "AdamW", nonfinite=policy, bucket_cap_mb=ALL_IN_ONE) as (ddp, optimizer):
+        if has_mean:
+            train(ddp, optimizer, 0, factor=torch.inf if policy == "skip" else None)  # says nothing of later steps
+        before, state = parameters(ddp), state_of(optimizer)
+        with ddp.no_sync():
+            if is_bad and policy == "raise":
+                assert text_of(NonFiniteGradient, lambda: train(ddp, optimizer, 1, factor=torch.nan)) == (
+                    f"{WHAT.format('first.weight', 'rank 1')}\n  a step inside accumulate() or no_sync()\n"
+                    "  This rank has not taken the step, which uses its own gradients. Look for the overflow there, or set "
+                    'nonfinite="skip".'
+                )
+            else:
+                train(ddp, optimizer, 1, factor=torch.nan)
+        if is_bad:
+            require_equal(parameters(ddp), before)
+            require_same_state(state_of(optimizer), state)
+        else:
+            assert not torch.equal(parameters(ddp)["module.last.bias"], before["module.last.bias"])
+        assert ddp.report().num_skipped == (policy == "skip") * (is_bad + has_mean)
+        with ddp.no_sync():  # the next one has other gradients
+            before = parameters(ddp)
+            train(ddp, optimizer, 2)
+        assert not torch.equal(parameters(ddp)["module.last.bias"], before["module.last.bias"])
 
 
 EXPERTS_RAISE = """the gradient of 'experts.0.bias' is not finite (NaN or Inf) on rank 3.

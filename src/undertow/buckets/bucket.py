@@ -179,14 +179,28 @@ class LiveBucket:
             for handle in handles:
                 handle.wait()
         # They have no trailer, but their reduced values are the same on all ranks.
-        bad = None
-        if reducer.finite is not None:
-            largest = torch.finfo(values[0].dtype).max
-            bad = bad_slots(values, self.spec, largest, is_host=reducer.finite.is_host)
+        bad = self._not_finite(values)
         if rescale != 1.0:
             for value in values:
                 value.mul_(rescale)
         self.gradients.add_late(values)
+        return bad
+
+    def bad_results(self) -> frozenset[int]:
+        """Returns the positions that are not finite after a communication hook, if the settings ask
+        for that: the hook may remember an earlier gradient that was not."""
+        if self._shared.reducer.hook is None:
+            return frozenset()
+        return self._not_finite(self.gradients.values())
+
+    def _not_finite(self, values: Sequence[Tensor]) -> frozenset[int]:
+        """Returns the positions with reduced values that are not finite, if the settings ask for
+        that."""
+        finite = self._shared.reducer.finite
+        if finite is None:
+            return frozenset()
+        largest = torch.finfo(values[0].dtype).max
+        bad = bad_slots(values, self.spec, largest, is_host=finite.is_host)
         return frozenset() if bad is None else frozenset(bad.nonzero().flatten().tolist())
 
     def release(self) -> None:

@@ -12,12 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import WrongType, require
+from undertow.ranks import faults
 from undertow.ranks.handle import Handle
 from undertow.ranks.threads import Worker, may_be_stuck
 from undertow.ranks.transport import OwnGroup
+
+_POWER_SGD_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 class HookedBucket:
@@ -78,12 +82,42 @@ class CommHook:
         _check_signature(hook)
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
         self._state, self._hook = state, hook
+        self._has_told = False  # that its buckets have other parameters
         self._worker: Worker | None = None
         self._failures: list[BaseException] = []
 
     def begin_round(self) -> None:
         """Forgets failed calls of earlier synchronizations."""
         self._failures = []
+
+    def forget(self) -> bool:
+        """Clears the errors and matrices that torch's PowerSGDState keeps for each bucket. Must be
+        called between the same synchronizations on every rank.
+
+        Returns False if the hook has another state, which stays as it is.
+        """
+        memories = [getattr(self._state, name, None) for name in _POWER_SGD_MEMORIES]
+        kept = [memory for memory in memories if isinstance(memory, dict)]
+        for memory in kept:
+            memory.clear()
+        return bool(kept)
+
+    def buckets_change(self, *, is_told: bool) -> None:
+        """Called on every rank when the buckets have other parameters from now on. The hook was
+        called with zeros for the old ones, which PowerSGD turns into NaN.
+
+        Warns once of a state that may keep more for each bucket, if `is_told` on this rank.
+        """
+        has_state = not isinstance(self._state, dist.ProcessGroup | None)
+        if self.forget() or not (has_state and is_told) or self._has_told:
+            return
+        self._has_told = True
+        faults.tell(
+            f"the buckets of the communication hook {self.name} have other parameters from now on, "
+            "and it was called once more with zeros for the old ones.\n"
+            "  register_comm_hook(state, hook)\n"
+            "  If its state keeps values for each bucket, clear them on every rank."
+        )
 
     def start(self, bucket: HookedBucket, group: OwnGroup) -> Handle:
         """Calls the hook; the value of its future is written into the bucket's buffer at the end.

@@ -96,8 +96,9 @@ class SyncConfig:
             about to step. "ignore" does not look for them: looking would cost a pass over every
             bucket, and on devices the host would wait for the last one. "skip" skips the step on
             every rank and changes nothing; it does not work with experts, or if a plain optimizer
-            is given a closure. "raise" raises NonFiniteGradient on every rank. Gradients that a
-            GradScaler handles are left to it.
+            is given a closure. "raise" raises NonFiniteGradient on every rank. A step inside
+            `no_sync()` is skipped, or raises, on its own rank only. Gradients that a GradScaler
+            handles are left to it.
         check_replicas_every: Number of synchronizations between comparisons of a fingerprint of
             every parameter over all ranks; if one differs, every rank raises ReplicaMismatch. None
             compares none.

@@ -224,6 +224,16 @@ def warn_of_local_gradients(name: str, where: str) -> None:
     )
 
 
+def warn_of_replaced(where: str) -> None:
+    warnings.warn(
+        "an optimizer steps parameters that are not the model's any more: others have their names. "
+        "load_state_dict(assign=True) does that, and so does a new layer.\n"
+        f"  {where}\n"
+        "  Make the optimizer after the load, or load with assign=False.",
+        stacklevel=2,
+    )
+
+
 def synchronized_already(number: int) -> PhaseError:
     return PhaseError(
         "gradients are being synchronized already.",

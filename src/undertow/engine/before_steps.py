@@ -6,7 +6,7 @@ synchronized yet, and a scaler that unscales before it steps must not read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
 from typing import Any
 
@@ -30,7 +30,7 @@ class BeforeSteps(StepListener):
 
     def __init__(self, engine: Engine, config: SyncConfig) -> None:
         self._engine, self._current_plan = engine, engine.current_plan
-        self._strategy = config.strategy
+        self._strategy, self._has_replicas = config.strategy, config.outer is not None
         self._takes_any = config.strategy in (None, DDP.name)  # a plain optimizer may step
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
@@ -74,7 +74,13 @@ class BeforeSteps(StepListener):
                 args, kwargs, lambda: self._closure_ends(optimizer, params)
             )
         numbers = engine.checks.numbers
-        return numbers.before_step(optimizer, args, kwargs) or changed if numbers.is_on else changed
+        if not numbers.is_on:
+            return changed
+        accumulates = engine.is_accumulating
+        return numbers.before_step(optimizer, args, kwargs, accumulates=accumulates) or changed
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        self._engine.checks.numbers.step_ends(optimizer)
 
     def unscaling_begins(self, optimizer: Optimizer) -> None:
         params = self._params_of(optimizer)
@@ -231,8 +237,21 @@ class BeforeSteps(StepListener):
         if len(params) < len(stepped):  # TorchScript may have parameters that are plain tensors
             params |= self._current_plan.members.ids & set(map(id, stepped))
         if self._engine.is_closed or not self._current_plan.members.has_any_of(params):
+            if self._current_plan.replaced:
+                self._tell_of_replaced(optimizer, stepped)
             return None
         return params
+
+    def _tell_of_replaced(self, optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
+        """Warns once if `optimizer` has none of the model's parameters any more, but some that were
+        replaced."""
+        replaced = self._current_plan.replaced
+        if self._engine.is_closed or self._has_replicas or self._current_plan.shards is not None:
+            return  # nothing is synchronized any more, or an error follows
+        # By identity: a new tensor may have the id of one that is gone.
+        if any(id(param) in replaced and replaced[id(param)]() is param for param in stepped):
+            replaced.clear()
+            agreed_errors.warn_of_replaced(self._place(type(optimizer).__name__))
 
     def _require_stepper(self, optimizer: Optimizer) -> None:
         """Raises PhaseError if another optimizer is to step the model."""

@@ -90,6 +90,8 @@ class CurrentPlan:
         self._recorder, self._engine = recorder, engine
         self.turn = WaitTurn()
         self.change: Change | None = None
+        # by id, parameters that have left the plan, and whose names others have now
+        self.replaced: dict[int, weakref.ref[Tensor]] = {}
         self.shards: Shards | None = None  # if a sharded optimizer steps
         self.is_stale = False  # the next `find_change` compares the module's parameters
         self.placements = KeptPlacements(group.waiting, lambda error: group.watch.fail(error))
@@ -231,9 +233,16 @@ class CurrentPlan:
         change, hooks = self.change, self.hooks
         assert change is not None  # else this is not called
         arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
+        present, ids = dict(self.members.named_params()), change.ids
+        for name, param in hooks.named_params:
+            if present.get(name, param) is not param and id(param) not in ids:
+                self.replaced[id(param)] = weakref.ref(param)
         hooks.close()
+        comm_hook = self.compiled.reducer.hook
         self._put_in_force(change, before=self.compiled)
         self.register_hooks()
+        if comm_hook is not None:
+            comm_hook.buckets_change(is_told=self.group.rank == 0)
         self.hooks.arrived_before |= self.hooks.indices(arrived)
         self.change = None
         self.members.read_again()

@@ -6,16 +6,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from undertow.buckets.finite import not_finite
 from undertow.config import refused
 from undertow.engine.current_plan import CurrentPlan
+from undertow.engine.progress import params_of
 from undertow.engine.round import Round
 from undertow.errors import NonFiniteGradient, listed
 from undertow.mesh.local_tensors import local_tensor
@@ -27,6 +29,10 @@ from undertow.ranks.answers import named
 from undertow.ranks.transport import OwnGroup
 
 _NOT_TAKEN = 'No rank has taken the step. Look for the overflow there, or set nonfinite="skip".'
+_NOT_TAKEN_HERE = (
+    "This rank has not taken the step, which uses its own gradients. Look for the overflow there, "
+    'or set nonfinite="skip".'
+)
 _NOT_BY_ALL = (
     "Ranks with other experts take the step: start from a checkpoint, and look for the "
     "overflow there."
@@ -36,11 +42,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Gradients that are not finite; the same on every rank."""
+    """Gradients that are not finite; the same on every rank, unless it `is_own`."""
 
     params: tuple[str, ...]  # in the order of the model
     ranks: tuple[int, ...]  # empty if only the sum is known
     where: str
+    is_own: bool = False  # of a step inside `accumulate()`, on this rank only
 
     @property
     def what(self) -> str:
@@ -55,7 +62,8 @@ class Finding:
 
     def error(self) -> NonFiniteGradient:
         """Returns a new error each time."""
-        return NonFiniteGradient(self.what, where=self.where, remedy=_NOT_TAKEN)
+        remedy = _NOT_TAKEN_HERE if self.is_own else _NOT_TAKEN
+        return NonFiniteGradient(self.what, where=self.where, remedy=remedy)
 
     @property
     def fault(self) -> faults.Fault:
@@ -72,6 +80,8 @@ class NonFinite:
 
     It acts at the optimizer's step, because a GradScaler makes gradients overflow on purpose and
     does not step on them. `find_alone` checks there the gradients that no synchronization has seen.
+    `find_own` checks this rank's own gradients, if an optimizer steps on them inside
+    `accumulate()`: None if there are none, and a finding without parameters if they are finite.
     `fails_others` makes the ranks that do not hold these experts raise too, at their next wait.
     `agree` returns the finding of any rank of a mesh: each has other parts of the gradients.
     """
@@ -86,14 +96,17 @@ class NonFinite:
         *,
         rank: int,
         find_alone: Callable[[], Finding | None],
+        find_own: Callable[[Optimizer], Finding | None],
     ) -> None:
         self.num_skipped = 0  # steps
         self.is_on = policy != "ignore"
         self._policy = policy
         self._rank = rank
-        self._find_alone = find_alone
+        self._find_alone, self._find_own = find_alone, find_own
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has stepped, or skipped, on it
+        # each `.grad` of an optimizer whose step is skipped now
+        self._aside: dict[Optimizer, list[tuple[Tensor, Tensor | None]]] = {}
 
     def round_ends(self, ended: Round, plan: Plan) -> None:
         """Takes over a synchronization's findings.
@@ -112,25 +125,29 @@ class NonFinite:
             self._finding = None
             self._is_judged = False
 
-    def skips(self, optimizer: Optimizer) -> bool:
+    def skips(self, optimizer: Optimizer, *, accumulates: bool = False) -> bool:
         """Returns True if the coming step of `optimizer` is to change nothing.
 
-        May raise NonFiniteGradient on every rank.
+        May raise NonFiniteGradient on every rank. If the step `accumulates`, inside
+        `accumulate()`, it may use this rank's own gradients. Then other ranks are not told.
         """
         # Torch's own kernels skip the step by this.
         if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
             return False
-        finding = self._finding or self._find_alone()
+        own = self._find_own(optimizer) if accumulates else None
+        finding = own or self._finding or self._find_alone()
+        if own is not None and not own.params:
+            finding = None
         if self.agree is not None:
             finding = self.agree(finding)
-            if self.has_rounds:
+            if self.has_rounds and own is None:
                 self._finding = finding
         if finding is None:
             return False
-        is_counted = self._finding is not None and self._is_judged
-        self._is_judged = True
+        is_counted = own is None and self._finding is not None and self._is_judged
+        self._is_judged |= own is None
         if self._policy == "raise":
-            if self.fails_others is None:
+            if self.fails_others is None or finding.is_own:
                 raise finding.error()
             self.fails_others(finding.fault)
             raise finding.fault.error(finding.where)
@@ -140,29 +157,49 @@ class NonFinite:
         return True
 
     def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        optimizer: Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        accumulates: bool = False,
     ) -> Arguments | None:
         """Returns other arguments for a plain optimizer's step, if needed.
 
-        The optimizer itself is the first of `args`.
+        The optimizer itself is the first of `args`. The step `accumulates` inside `accumulate()`.
         """
+        self._aside.pop(optimizer, None)  # of a step that has raised
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            return ((_idle(optimizer), *args[1:]), kwargs) if self.skips(optimizer) else None
+            if not self.skips(optimizer, accumulates=accumulates):
+                return None
+            # Some optimizers keep their parameters in a list of their own, and step those that have
+            # a gradient.
+            self._aside[optimizer] = [(param, param.grad) for param in params_of(optimizer)]
+            for param, _ in self._aside[optimizer]:
+                param.grad = None
+            return (_idle(optimizer), *args[1:]), kwargs
         if self._policy == "skip":
             raise refused("closure", "skip", where=f"{type(optimizer).__name__}, rank {self._rank}")
-        return after_closure(args, kwargs, partial(self.skips, optimizer))
+        then = partial(self.skips, optimizer, accumulates=accumulates)
+        return after_closure(args, kwargs, then)
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """Called after a plain optimizer's step: gradients are as before, if it was skipped."""
+        for param, grad in self._aside.pop(optimizer, ()):
+            param.grad = grad
 
     def _tell(self, finding: Finding) -> None:
-        """Warns on rank 0, the first, second, fourth time and so on.
+        """Warns on rank 0, or on the only rank that skips, the first, second, fourth time and so
+        on.
 
         A run that diverges would print nothing else.
         """
-        if self._rank == 0 and self.num_skipped.bit_count() == 1:
+        is_told_here = self._rank == 0 or finding.is_own
+        if is_told_here and self.num_skipped.bit_count() == 1:
             times = "" if self.num_skipped == 1 else f" Steps like this so far: {self.num_skipped}."
-            faults.tell(
-                f"{finding.what} The step is skipped on every rank.{times}\n  {finding.where}"
-            )
+            by = "this rank only" if finding.is_own else "every rank"
+            faults.tell(f"{finding.what} The step is skipped on {by}.{times}\n  {finding.where}")
 
 
 def after_closure(
@@ -230,17 +267,28 @@ def found_alone(current_plan: CurrentPlan) -> Finding | None:
     """
     if current_plan.is_active:
         return None
+    name, hooks = current_plan.group.name, current_plan.hooks
+    params = _not_finite_of(hooks.named_params)
+    where = "one rank, when its optimizer steps"
+    return Finding(params, ranks=(name,), where=where) if params else None
+
+
+def found_own(current_plan: CurrentPlan, optimizer: Optimizer) -> Finding | None:
+    """Checks the gradients of this optimizer's parameters that this rank has accumulated since the
+    last synchronization; None if there are none. A function, as `found_alone`."""
+    name, hooks = current_plan.group.name, current_plan.hooks
+    indices = hooks.arrived_before & hooks.indices(set(map(id, params_of(optimizer))))
+    if not indices:
+        return None
+    params = _not_finite_of([hooks.named_params[index] for index in sorted(indices)])
+    where = "a step inside accumulate() or no_sync()"
+    return Finding(params, ranks=(name,), where=where, is_own=True)
+
+
+def _not_finite_of(named_params: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
+    """Returns the names of parameters whose gradient is not finite."""
     grads = {
-        name: local_tensor(param.grad)
-        for name, param in current_plan.hooks.named_params
-        if param.grad is not None
+        name: local_tensor(param.grad) for name, param in named_params if param.grad is not None
     }
     names = list(grads)
-    params = tuple(names[place] for place in not_finite(list(grads.values())))
-    return (
-        Finding(
-            params, ranks=(current_plan.group.name,), where="one rank, when its optimizer steps"
-        )
-        if params
-        else None
-    )
+    return tuple(names[place] for place in not_finite(list(grads.values())))

@@ -3,13 +3,15 @@
 from collections.abc import Collection, Iterator, Sequence
 from enum import IntEnum, auto
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from undertow.engine.step_settings import ALONE, Settings
+
+_label_of = attrgetter("label")
 
 
 class Forward(IntEnum):
@@ -110,6 +112,10 @@ class Steps:
         if is_alone and self.settings[:1] != ALONE:
             self.settings = ALONE + self.settings
         # Otherwise this is an optimizer inside one that has told its settings, or a further step.
+        if self._params is None:
+            # Before the first round the last step of each group counts. There may never be a round.
+            labels = set(map(_label_of, settings))
+            self.settings = tuple([one for one in self.settings if one.label not in labels])
         if not self._params or self._params.isdisjoint(params):
             self.settings += settings
         stepped = self._params | params if self._params else params

@@ -212,12 +212,15 @@ class Round:
     def add_late(self) -> None:
         """Waits for these gradients, and adds them."""
         for bucket in self.compiled.buckets:
-            bad = bucket.finish_late(rescale=self.terms.rescale)
-            if bad:
-                found, index = self.found.nonfinite, bucket.spec.index
-                found[index] = bad | found.get(index, frozenset())
+            self._note_nonfinite(bucket, bucket.finish_late(rescale=self.terms.rescale))
         assert self.hooks is not None  # only a round of gradients gets here
         self.hooks.arrivals.learn_repeats()
+
+    def _note_nonfinite(self, bucket: LiveBucket, bad: frozenset[int]) -> None:
+        """Notes positions whose reduced values are not finite."""
+        if bad:
+            found, index = self.found.nonfinite, bucket.spec.index
+            found[index] = bad | found.get(index, frozenset())
 
     def _pack_local(self, bucket: LiveBucket) -> None:
         self._follow_streams(bucket)
@@ -330,7 +333,11 @@ class Round:
                     value.mul_(self.terms.rescale)
             reading = self._read_trailer(bucket)
             is_retired = self.kind is RoundKind.RETIRE
-            bucket.gradients.bind(frozenset() if reading is None or is_retired else reading.used)
+            used = frozenset[int]() if reading is None or is_retired else reading.used
+            # A parameter that no rank has used keeps its gradient, whatever a hook returns for it.
+            kept = frozenset(self.found.unused[bucket.spec.index]) - used
+            self._note_nonfinite(bucket, bucket.bad_results() - kept)
+            bucket.gradients.bind(used)
 
     def _read_trailer(self, bucket: LiveBucket) -> Reading | None:
         """Notes the findings of all ranks in a bucket's trailer, and returns them.

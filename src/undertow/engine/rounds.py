@@ -216,7 +216,7 @@ class Rounds:
         if ended.compiled.has_formats:
             ended.compiled.reducer.lost.round_ends()
         if self._checks.numbers.is_on:
-            self._checks.numbers.round_ends(ended, plan)
+            self._judge_numbers(ended)
         if found.readings or found.taken:
             self._require_sound(ended)
         if ended.has_failed:
@@ -230,6 +230,13 @@ class Rounds:
             self._checks.round_was_sound(ended)
         if not self._counts_after_places:
             self._count()
+
+    def _judge_numbers(self, ended: Round) -> None:
+        """Keeps the synchronization's finding of gradients that are not finite."""
+        self._checks.numbers.round_ends(ended, ended.compiled.plan)
+        hook = ended.compiled.reducer.hook
+        if ended.found.nonfinite and hook is not None:
+            hook.forget()  # or its memory would spoil all later gradients
 
     def _require_sound(self, ended: Round) -> None:
         """Raises the error that the ranks have agreed on, if there is one."""

@@ -81,6 +81,8 @@ class GroupSync:
         self.attached.callback(self.events.close)
         self.before_steps = BeforeSteps(engine, config)
         self.events.subscribe(self.before_steps)
+        if config.nonfinite == "skip":
+            self.events.follow_ends()
         if own.is_on_mesh:
             # Torch asks the other places only if the first gradient is cut.
             self.events.subscribe(AlikeFindings(own.everyone, [members]))

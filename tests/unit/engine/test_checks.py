@@ -14,7 +14,7 @@ from support.strategies import spec
 from undertow.buckets.trailer import Reading
 from undertow.config import SyncConfig
 from undertow.engine.checks import Checks, Loads, _PlaceReport
-from undertow.engine.nonfinite import NonFinite
+from undertow.engine.nonfinite import Finding, NonFinite
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import Desync, NonFiniteGradient
 from undertow.plan import plan_from_groups
@@ -44,7 +44,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
-    judge = NonFinite(policy, rank=1, find_alone=lambda: None)
+    judge = NonFinite(policy, rank=1, find_alone=lambda: None, find_own=lambda _: None)
     judge.round_ends(a_round(is_found), PLAN)
     return judge
 
@@ -59,10 +59,12 @@ def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), k
 
 
 def stepped(optimizer: torch.optim.Optimizer, judge: NonFinite) -> None:
-    """With the hook that every optimizer of our parameters has."""
-    handle = optimizer.register_step_pre_hook(judge.before_step)
+    """With the hooks that every optimizer of our parameters has."""
+    before = optimizer.register_step_pre_hook(judge.before_step)
+    after = optimizer.register_step_post_hook(lambda optimizer, *_: judge.step_ends(optimizer))
     optimizer.step()
-    handle.remove()
+    before.remove()
+    after.remove()
 
 
 def sgd() -> torch.optim.SGD:
@@ -196,10 +198,20 @@ def test_a_difference_between_places_is_gathered_when_its_error_is_raised_and_no
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_tells_of_a_step_that_is_skipped(rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    judge = NonFinite("skip", rank=rank, find_alone=lambda: None)
+    judge = NonFinite("skip", rank=rank, find_alone=lambda: None, find_own=lambda _: None)
     judge.round_ends(a_round(True), PLAN)
     assert judge.skips(sgd())
     assert len(caplog.records) == (rank == 0)
+
+
+def test_a_rank_that_skips_its_own_step_tells_it_itself(caplog: pytest.LogCaptureFixture) -> None:
+    own = Finding(("first.weight",), (1,), "a step inside accumulate() or no_sync()", is_own=True)
+    judge = NonFinite("skip", rank=1, find_alone=lambda: None, find_own=lambda _: own)
+    assert judge.skips(sgd(), accumulates=True)
+    assert [record.message for record in caplog.records] == [
+        "the gradient of 'first.weight' is not finite (NaN or Inf) on rank 1. The step is skipped on this rank only.\n"
+        "  a step inside accumulate() or no_sync()"
+    ]
 
 
 def compared(loading: dict[int, tuple[int, ...]], delays: tuple[int, ...], *, is_host: bool = False) -> list[list[int]]:

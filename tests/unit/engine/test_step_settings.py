@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from support.levels import some
+from undertow.engine.progress import Steps
 from undertow.engine.step_settings import (
+    ALONE,
     GroupSettings,
     Settings,
     digest_of,
@@ -226,6 +228,15 @@ def test_written_gradients_that_differ_are_no_settings_and_are_told_before_these
     assert "\n  the step before synchronization 5\n" in str(error)
     settings = alike({0: text_of(of(PARAMS[0])), 1: text_of(of(PARAMS[0], lr=0.5))})
     assert written_unlike(settings, where="synchronization 5") is None
+
+
+def test_steps_before_the_first_synchronization_keep_the_last_settings_of_each_group() -> None:
+    """A run whose steps are all inside no_sync() never has one."""
+    steps, other = Steps(), of(PARAMS[1])
+    for rate in (0.1, 0.2, 0.3):
+        for settings in (of(PARAMS[0], lr=rate), other):
+            steps.add({0}, settings, is_alone=True)
+    assert steps.settings == (*ALONE, *of(PARAMS[0], lr=0.3), *other)
 
 
 def on_all(num_ranks: int, call: Callable[[int, Any], str]) -> list[str]:
