@@ -114,9 +114,12 @@ class BeforeSteps(StepListener):
             raise agreed_errors.step_within_backward(self._place(reader))
         if engine.rounds.now is not None:
             engine.rounds.abandon()
-        is_up_to_date = progress.steps.are_due_for(params) and not current_plan.members.has_new_of(
-            params
+        # A sharded optimizer steps without new parameters until a forward has found them: other
+        # ranks may have none, and be in the step that sends the shards.
+        has_new = current_plan.members.has_new_of(
+            params, with_gradients=current_plan.shards is not None
         )
+        is_up_to_date = progress.steps.are_due_for(params) and not has_new
         if not is_up_to_date:
             # the next backward may run without a forward that finds a change
             current_plan.is_stale = True

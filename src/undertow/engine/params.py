@@ -211,13 +211,18 @@ class ModuleParams:
         outside = [(name, param) for name, param in present if id(param) not in planned]
         return _looks(outside) != [look for look in self._frozen_then if look.id not in planned]
 
-    def has_new_of(self, tensors: set[int]) -> bool:
+    def has_new_of(self, tensors: set[int], *, with_gradients: bool = False) -> bool:
         """Returns True if one of these (by id) was added, or unfrozen, in a change that has not
-        been looked at yet."""
+        been looked at yet; `with_gradients`, only if it has a gradient."""
         # This runs at every optimizer step: known parameters need no look.
         if self.ids >= tensors or not self.has_changed():
             return False
-        return not tensors.isdisjoint({id(param) for _, param in self.trained_now()} - self.ids)
+        new = {
+            id(param)
+            for _, param in self.trained_now()
+            if param.grad is not None or not with_gradients
+        }
+        return not tensors.isdisjoint(new - self.ids)
 
     def specs(self, named_params: Sequence[tuple[str, Tensor]]) -> list[ParamSpec]:
         """Returns the planner's description of the parameters."""

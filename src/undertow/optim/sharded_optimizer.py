@@ -348,9 +348,11 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         """Waits for everything in flight, and returns the optimizer over this rank's parts."""
         # Users may have put other parameters into the groups, or in another order.
         present = [list(map(id, group["params"])) for group in self.param_groups]
-        has_other_params = present != [list(map(id, params)) for params in self._grouped]
-        if has_other_params:
+        before = [list(map(id, params)) for params in self._grouped]
+        if present != before:
             require_params_of_the_model(self, self._sync)
+        has_other_params = self._sharded_steps.are_others(present, before)
+        if has_other_params:
             if self.optimizer_class in NEED_WHOLE:
                 # Raises its own errors, such as Muon's for vectors, on ranks without them too.
                 self.optimizer_class(list(map(dict, self.param_groups)), **self.defaults)

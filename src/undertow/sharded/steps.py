@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from undertow.sharded.written import as_settings, require_alike
 # For each parameter, by id: the number of the optimizer that updates it, and if one rank updates
 # all of it.
 _Updates = dict[int, tuple[int, bool]]
+_Groups = list[list[int]]  # the parameters of an optimizer, by id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,6 +148,21 @@ class ShardedSteps(StepListener):
     def steppers(self) -> list[Optimizer]:
         """The ShardedOptimizers that exist, first the one that was made first."""
         return [found for each in self._steppers if (found := each.optimizer()) is not None]
+
+    def are_others(self, present: _Groups, before: _Groups) -> bool:
+        """Returns True if groups of an optimizer have other parameters of the plan than `before`,
+        or in another order.
+
+        A parameter that was added is in the plan after the next forward, on all ranks.
+        """
+        if present == before:
+            return False
+        planned = {id(param) for _, param in self._engine.current_plan.hooks.named_params}
+        none: list[int] = []
+        return any(
+            [it for it in ids if it in planned] != [it for it in had if it in planned]
+            for ids, had in zip_longest(present, before, fillvalue=none)
+        )
 
     def require_stepper(self, optimizer: Optimizer) -> None:
         if self._steppers and optimizer not in self.steppers:

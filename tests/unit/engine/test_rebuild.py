@@ -412,12 +412,13 @@ def test_a_change_on_one_rank_is_named_also_in_a_sum_by_hand(changed: int) -> No
     assert first == second
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("changed", [0, 1])
-def test_a_layer_that_one_rank_gives_its_optimizer_before_a_step_is_named(changed: int) -> None:
-    """That rank synchronizes before the step already, and the other one after its next backward."""
+def test_a_layer_that_one_rank_gives_its_optimizer_before_a_step_is_named(changed: int, strategy: str) -> None:
+    """Under "ddp" that rank synchronizes before the step already, and the other one after its next backward."""
 
     def on_rank(rank: Rank) -> tuple[str, int]:
-        training = Training(rank, "ddp")
+        training = Training(rank, strategy)
         training.step()
         training.loss().backward()
         if rank.number == changed:
