@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
-from itertools import chain, filterfalse
+from itertools import chain
 from operator import attrgetter, is_
 from weakref import WeakKeyDictionary, ref
 
@@ -49,13 +49,15 @@ _digest_of = attrgetter("digest")
 class _Known:
     """The settings of an optimizer when it last stepped."""
 
-    left_out: frozenset[str]  # names that are not compared
+    estimates: frozenset[str]  # names of numbers that the optimizer keeps for itself
     # by the number, the first and the last of a group's parameters
     first_names: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    # by a group's number and the number of its parameters, the values that its settings were made
-    # of, if these cannot change in place. No parameter: it may refer to the optimizer by its hooks,
-    # and would keep the entry of this module forever.
-    groups: dict[tuple[int, int], tuple[list[object], GroupSettings]] = field(default_factory=dict)
+    # by a group's number, the number of its parameters, and if estimates count, the values that
+    # its settings were made of, if these cannot change in place. No parameter: it may refer to the
+    # optimizer by its hooks, and would keep the entry of this module forever.
+    groups: dict[tuple[int, int, bool], tuple[list[object], GroupSettings]] = field(
+        default_factory=dict
+    )
 
 
 _KNOWN: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
@@ -66,25 +68,34 @@ _OF_WRITTEN = f" of {_WRITTEN}"
 
 
 def settings_of(
-    optimizer: Optimizer, trained: Collection[int], names: Mapping[int, str]
+    optimizer: Optimizer,
+    trained: Collection[int],
+    names: Mapping[int, str],
+    *,
+    with_estimates: bool = True,
 ) -> Settings:
     """Returns the settings of each group with `trained` parameters, by id; ranks that step alike
     have the same. `names` has the names of parameters by id.
 
-    Leaves out tensors on devices, because the host would wait for them, settings that only choose
-    an implementation, and numbers that the optimizer keeps for itself.
+    Leaves out tensors on devices, because the host would wait for them, and settings that only
+    choose an implementation. Without `with_estimates` also numbers that the optimizer keeps for
+    itself: they differ between replicas that train alone.
     """
     known = _KNOWN.get(optimizer)
     if known is None:
-        known = _KNOWN[optimizer] = _Known(_estimates_of(optimizer).union(_IMPLEMENTATION))
-    told = list(filterfalse(known.left_out.__contains__, getattr(optimizer, "defaults", ())))
+        known = _KNOWN[optimizer] = _Known(_estimates_of(optimizer))
+    told = [
+        name
+        for name in getattr(optimizer, "defaults", ())
+        if name not in _IMPLEMENTATION and (with_estimates or name not in known.estimates)
+    ]
     found: list[GroupSettings] = []
     for group in optimizer.param_groups:
         params = group["params"]
         if not any(map(trained.__contains__, map(id, params))):
             continue
         number = len(found)
-        key = number, len(params)
+        key = number, len(params), with_estimates
         # The reference to a tensor is the same object each time.
         now = [ref(params[0]), ref(params[-1]), *told, *map(group.get, told)]
         before, settings = known.groups.get(key, _NONE)
@@ -102,22 +113,22 @@ def settings_of(
 def _estimates_of(optimizer: Optimizer) -> frozenset[str]:
     """Returns the entries of `defaults` that no constructor of its classes takes.
 
-    The optimizer keeps them for itself, as Prodigy its estimate `d`: replicas that train alone have
-    different ones.
+    The optimizer keeps them for itself, as Prodigy its estimate `d`.
     """
     taken = set(_CHOSEN)
+    takes_any = False
     for each in getattr(optimizer, "optimizer_class", type(optimizer)).__mro__:
         constructor = vars(each).get("__init__")
         if constructor is None or each in (Optimizer, object):
             continue
         try:
             params = signature(constructor).parameters
-        except ValueError:  # it is compiled
-            return frozenset()
-        if any(param.kind is Parameter.VAR_KEYWORD for param in params.values()):
+        except (TypeError, ValueError):  # it is compiled, or no function
             return frozenset()
         taken.update(params)
-    return frozenset(getattr(optimizer, "defaults", ())) - taken
+        # The next class takes these, so those of the last one decide.
+        takes_any = any(param.kind is Parameter.VAR_KEYWORD for param in params.values())
+    return frozenset() if takes_any else frozenset(getattr(optimizer, "defaults", ())) - taken
 
 
 def written_gradients(fingerprints: Mapping[str, int]) -> Settings:

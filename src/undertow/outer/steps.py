@@ -105,7 +105,8 @@ class StepCounter:
         stepping, self._stepping = self._stepping, None
         if not self._trains(optimizer, may_make_state=stepping.may_make_state):
             return False
-        self.settings.add(settings_of(optimizer, self._trained, self.settings.names))
+        names = self.settings.names
+        self.settings.add(settings_of(optimizer, self._trained, names, with_estimates=False))
         return self._add(self._own(optimizer))
 
     def is_skipped(self, optimizer: Optimizer, found: unscaling.Found) -> bool:

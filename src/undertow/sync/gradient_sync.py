@@ -282,7 +282,8 @@ class GradientSync:
         """Copies rank 0's parameters and buffers to every rank; a collective call.
 
         Raises:
-            PlanMismatch: On every rank, if ranks have different parameters.
+            PlanMismatch: If ranks have different parameters: on every rank, and for experts on the
+                ranks of their group.
         """
         self._own.require_open("broadcast_parameters()")
         self._whole.share(("parameters", "buffers"))

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -64,9 +65,20 @@ class Estimates(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None: ...
 
 
-class Taken(Estimates):
+class PassesOn(Estimates):
     def __init__(self, params: list[nn.Parameter], **settings: float) -> None:
         super().__init__(params, **settings)
+
+
+class TakesAny(torch.optim.Optimizer):
+    def __init__(self, params: list[nn.Parameter], **settings: float) -> None:
+        super().__init__(params, {"lr": 1.0, "d": 1.0, **settings})
+
+    def step(self, closure: object = None) -> None: ...
+
+
+class Partial(torch.optim.SGD):
+    __init__ = partialmethod(torch.optim.SGD.__init__, lr=0.5)  # type: ignore[assignment]
 
 
 class Named(Estimates):
@@ -79,13 +91,23 @@ class Named(Estimates):
     [
         (Estimates, {"lr", "d0"}),
         (Named, {"lr", "d0", "d"}),
-        (Taken, {"lr", "d0", "d", "k"}),  # it may take any name
+        (PassesOn, {"lr", "d0"}),
+        (TakesAny, {"lr", "d"}),
         (torch.optim.SGD, {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"}),
     ],
 )
-def test_numbers_that_an_optimizer_keeps_for_itself_are_not_compared(kind: type[torch.optim.Optimizer], names: set[str]) -> None:
-    (group,) = settings_of(kind(PARAMS), NAMES, NAMES)
-    assert dict(group.values).keys() == names
+def test_replicas_that_train_alone_compare_no_estimates(kind: type[torch.optim.Optimizer], names: set[str]) -> None:
+    optimizer = kind(PARAMS)
+    (alone,) = settings_of(optimizer, NAMES, NAMES, with_estimates=False)
+    assert dict(alone.values).keys() == names
+    (together,) = settings_of(optimizer, NAMES, NAMES)
+    assert dict(together.values).keys() >= {*names, *({"d"} & optimizer.defaults.keys())}
+
+
+def test_a_constructor_without_a_signature_hides_nothing() -> None:
+    """As classes that functools.partialmethod makes of others."""
+    (group,) = settings_of(Partial(PARAMS), NAMES, NAMES, with_estimates=False)
+    assert dict(group.values)["lr"] == "0.5"
 
 
 def test_the_digest_follows_every_setting_and_no_order_of_steps() -> None:
