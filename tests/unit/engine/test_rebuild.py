@@ -514,10 +514,8 @@ def steps_after_an_accumulation(training: Training) -> None:
     [
         lambda training: training.sync.finish(),
         lambda training: one_process.shadow(training.sync),
-        steps_without_backward,
-        steps_after_an_accumulation,
     ],
-    ids=["finish", "join", "step", "step after accumulate"],
+    ids=["finish", "join"],
 )
 def test_a_rank_starts_to_train_while_the_others_train_nothing(other: Callable[[Training], object], changed: int) -> None:
     def on_rank(rank: Rank) -> str:
@@ -538,6 +536,34 @@ def test_a_rank_starts_to_train_while_the_others_train_nothing(other: Callable[[
     first, second = ranks_of(2, on_rank)
     assert Difference("parameter 0", "'units.3.weight'", "missing").text(changed) in first
     assert first == second
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [
+        steps_without_backward,
+        steps_after_an_accumulation,
+        lambda training: (training.loss(), training.sync.full_gradient(training.module.units[0].weight)),
+    ],
+    ids=["step", "step after accumulate", "look"],
+)
+def test_one_rank_steps_and_looks_alone_if_all_have_agreed_that_nothing_is_trained(
+    alone: Callable[[Training], object],
+) -> None:
+    def on_rank(rank: Rank) -> int:
+        training = Training(rank, "ddp")
+        training.module.requires_grad_(False)
+        training.loss()
+        training.sync.finish()
+        for _ in range(2 if rank.number == 0 else 0):
+            alone(training)
+        training.sync.finish()
+        num_rounds = training.sync._engine.progress.num_rounds
+        training.sync.close()
+        return num_rounds
+
+    first, second = ranks_of(2, on_rank)
+    assert first == second == 3  # of which one was the rebuild
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
