@@ -1,6 +1,7 @@
 """Changes of the parameters on one rank only: the same error on every rank, in the same step, whatever the others do."""
 
 import contextlib
+import gc
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -345,6 +346,22 @@ def test_a_frozen_parameter_that_is_replaced_by_a_like_one_is_no_change(changed:
         return num_rounds
 
     assert ranks_of(2, on_rank) == [4, 4]
+
+
+def test_replaced_parameters_that_are_gone_are_forgotten() -> None:
+    def on_rank(rank: Rank) -> int:
+        training = Training(rank, "ddp")
+        for _ in range(5):
+            training.step()
+            training.module.units[1] = made("linear", 1)
+            gc.collect()
+        training.step()
+        num_replaced = len(training.sync._engine.current_plan.replaced)
+        training.sync.close()
+        return num_replaced
+
+    # The optimizer has those of the first unit, and the last ones have just left.
+    assert max(ranks_of(2, on_rank)) <= 4
 
 
 Way = Callable[[Training, Moment], None]
