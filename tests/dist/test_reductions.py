@@ -253,14 +253,16 @@ def test_join_can_throw_on_all_ranks_when_one_has_run_out() -> None:
 
 
 @in_ranks(2, timeout_s=20.0)
-def test_a_rank_without_data_waits_for_no_backward_of_a_model_that_trains_nothing() -> None:
+def test_a_rank_without_data_waits_for_no_step_of_a_model_that_trains_nothing() -> None:
     with wrapped(mlp()) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         ddp.requires_grad_(False)
         ddp(noise(3, 6))
         ddp.finish()  # all agree that nothing is trained
         with ddp.join():
             for step in range(1 + dist.get_rank()):
                 ddp(noise(3, 6, step=step))
+                optimizer.step()
         assert not ddp.plan.params
 
 

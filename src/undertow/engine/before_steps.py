@@ -127,6 +127,7 @@ class BeforeSteps(StepListener):
             current_plan.is_stale = True
             # parameters that no forward has found
             progress.is_owed |= current_plan.change is not None
+        progress.is_owed &= engine.needs_others
         is_due = progress.is_owed and engine.synchronizes
         if is_due and not (is_up_to_date and current_plan.has_result):
             is_late = reader is not None and progress.accumulated is Accumulated.GRADIENTS
@@ -144,7 +145,7 @@ class BeforeSteps(StepListener):
         """
         engine, current_plan = self._engine, self._current_plan
         progress = engine.progress
-        if not current_plan.is_active or not self._has_own_gradients(params):
+        if not engine.needs_others or not self._has_own_gradients(params):
             return
         where = self._place(reader)
         if engine.is_accumulating:
@@ -158,8 +159,7 @@ class BeforeSteps(StepListener):
         follows_forward = progress.accumulated is not Accumulated.NOTHING
         engine.siblings.owe_averages()
         engine.run_outside_of_backward()
-        if current_plan.trains:
-            self._tell_of_late_average(where, follows_forward=follows_forward)
+        self._tell_of_late_average(where, follows_forward=follows_forward)
 
     def finish_before_look(self, params: Iterable[Tensor], *, reader: str, is_by_all: bool) -> None:
         """Runs a synchronization before `reader` reads gradients of these parameters, if one is

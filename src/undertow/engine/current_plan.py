@@ -234,6 +234,7 @@ class CurrentPlan:
         assert change is not None  # else this is not called
         arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
         present, ids = dict(self.members.named_params()), change.ids
+        self.replaced = {key: ref for key, ref in self.replaced.items() if ref() is not None}
         for name, param in hooks.named_params:
             if present.get(name, param) is not param and id(param) not in ids:
                 self.replaced[id(param)] = weakref.ref(param)

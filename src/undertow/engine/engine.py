@@ -108,6 +108,16 @@ class Engine(BackwardListener):
         return self.progress.is_owed and self.current_plan.trains
 
     @property
+    def needs_others(self) -> bool:
+        """True if a step or a look waits for the other ranks.
+
+        If all have agreed that nothing is trained, one of them may look alone, and a rank without
+        data waits for no step. A rank that trains nothing is needed for parameters of siblings.
+        """
+        current_plan = self.current_plan
+        return current_plan.trains or (current_plan.is_active and self.siblings.are_several)
+
+    @property
     def is_closure_idle(self) -> bool:
         """True if the optimizer that steps now had gradients before its closure, and the closure
         has begun nothing: Lightning passes such closures after a backward by hand."""

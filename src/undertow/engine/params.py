@@ -74,19 +74,19 @@ class _Census:
 
 
 class _Look(NamedTuple):
-    """A parameter at a look, to be compared with a later one."""
+    """A frozen parameter at a look, to be compared with a later one.
+
+    Not its identity or its device: offloading replaces and moves it between two steps.
+    """
 
     name: str
-    id: int
     dtype: torch.dtype
-    device: str  # without the index
     shape: tuple[int, ...]
 
 
 def _looks(named_params: Iterable[tuple[str, Tensor]]) -> list[_Look]:
     return [
-        _Look(name, id(param), param.dtype, param.device.type, tuple(local_tensor(param).shape))
-        for name, param in named_params
+        _Look(name, param.dtype, tuple(local_tensor(param).shape)) for name, param in named_params
     ]
 
 
@@ -201,7 +201,7 @@ class ModuleParams:
     def are_others_frozen(
         self, present: Iterable[tuple[str, Tensor]], *, planned: Collection[int]
     ) -> bool:
-        """Returns True if a frozen parameter was added, removed, replaced or cast since the last
+        """Returns True if a frozen parameter was added, removed, cast or resized since the last
         comparison between ranks.
 
         `present` are all parameters now; those of the plan, by id, are not looked at.
@@ -209,7 +209,12 @@ class ModuleParams:
         if self._frozen_then is None:
             return False
         outside = [(name, param) for name, param in present if id(param) not in planned]
-        return _looks(outside) != [look for look in self._frozen_then if look.id not in planned]
+        then = [
+            look
+            for (_, param), look in zip(self.common_frozen, self._frozen_then, strict=True)
+            if id(param) not in planned
+        ]
+        return _looks(outside) != then
 
     def has_new_of(self, tensors: set[int], *, with_gradients: bool = False) -> bool:
         """Returns True if one of these (by id) was added, or unfrozen, in a change that has not

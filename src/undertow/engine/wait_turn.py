@@ -31,7 +31,10 @@ class WaitTurn:
         self._backward = private.graph_task_id()
 
     def ends(self) -> None:
-        """Called when the round of that backward has ended."""
+        """Called when the round of that backward has ended.
+
+        Need not be called after an error: torch never gives another backward the same id.
+        """
         self._backward = -1
 
     @property

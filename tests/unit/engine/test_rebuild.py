@@ -1,8 +1,10 @@
 """Changes of the parameters on one rank only: the same error on every rank, in the same step, whatever the others do."""
 
 import contextlib
+import gc
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -101,10 +103,6 @@ FROZEN_CHANGES: dict[str, tuple[Callable[[Training], object], Difference]] = {
     "a frozen one cast": (
         lambda training: training.module.units[2].bfloat16(),
         Difference("dtype of tensor 0 ('units.2.weight')", "bfloat16", "float32"),
-    ),
-    "a frozen one replaced by an equal one": (
-        lambda training: training.module.units.__setitem__(2, made("linear", 2).requires_grad_(False)),
-        Difference("new parameter 0", "'units.2.weight'", "missing"),
     ),
 }
 CHANGES |= FROZEN_CHANGES
@@ -322,6 +320,50 @@ def test_a_change_of_what_is_frozen_is_followed_once_if_all_ranks_make_it(change
     assert ranks_of(2, on_rank) == [[2, 1, 1], [2, 1, 1]]
 
 
+def offload(unit: Any) -> None:
+    """Keeps the frozen weight of a linear unit elsewhere, and puts an equal one into the unit for each forward."""
+    value = unit.weight.detach()
+
+    def put(*_: object, device: str) -> None:
+        unit.weight = torch.nn.Parameter(value.clone().to(device), requires_grad=False)
+
+    unit.register_forward_pre_hook(partial(put, device="cpu"))
+    unit.register_forward_hook(partial(put, device="meta"))
+    put(device="meta")
+
+
+@pytest.mark.parametrize("changed", [(0,), (0, 1)], ids=["one rank", "both ranks"])
+def test_a_frozen_parameter_that_is_replaced_by_a_like_one_is_no_change(changed: tuple[int, ...]) -> None:
+    def on_rank(rank: Rank) -> int:
+        training = Training(rank, "ddp")
+        training.step()
+        if rank.number in changed:
+            offload(training.module.units[2])
+        for _ in range(3):
+            training.step()
+        num_rounds = training.sync._engine.progress.num_rounds
+        training.sync.close()
+        return num_rounds
+
+    assert ranks_of(2, on_rank) == [4, 4]
+
+
+def test_replaced_parameters_that_are_gone_are_forgotten() -> None:
+    def on_rank(rank: Rank) -> int:
+        training = Training(rank, "ddp")
+        for _ in range(5):
+            training.step()
+            training.module.units[1] = made("linear", 1)
+            gc.collect()
+        training.step()
+        num_replaced = len(training.sync._engine.current_plan.replaced)
+        training.sync.close()
+        return num_replaced
+
+    # The optimizer has those of the first unit, and the last ones have just left.
+    assert max(ranks_of(2, on_rank)) <= 4
+
+
 Way = Callable[[Training, Moment], None]
 HOLDING = pytest.mark.parametrize(
     ("strategy", "way"), [("zero2", between_micro_batches), ("zero1", keeps_gradients)], ids=["zero2", "zero1"]
@@ -489,10 +531,8 @@ def steps_after_an_accumulation(training: Training) -> None:
     [
         lambda training: training.sync.finish(),
         lambda training: one_process.shadow(training.sync),
-        steps_without_backward,
-        steps_after_an_accumulation,
     ],
-    ids=["finish", "join", "step", "step after accumulate"],
+    ids=["finish", "join"],
 )
 def test_a_rank_starts_to_train_while_the_others_train_nothing(other: Callable[[Training], object], changed: int) -> None:
     def on_rank(rank: Rank) -> str:
@@ -513,6 +553,34 @@ def test_a_rank_starts_to_train_while_the_others_train_nothing(other: Callable[[
     first, second = ranks_of(2, on_rank)
     assert Difference("parameter 0", "'units.3.weight'", "missing").text(changed) in first
     assert first == second
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [
+        steps_without_backward,
+        steps_after_an_accumulation,
+        lambda training: (training.loss(), training.sync.full_gradient(training.module.units[0].weight)),
+    ],
+    ids=["step", "step after accumulate", "look"],
+)
+def test_one_rank_steps_and_looks_alone_if_all_have_agreed_that_nothing_is_trained(
+    alone: Callable[[Training], object],
+) -> None:
+    def on_rank(rank: Rank) -> int:
+        training = Training(rank, "ddp")
+        training.module.requires_grad_(False)
+        training.loss()
+        training.sync.finish()
+        for _ in range(2 if rank.number == 0 else 0):
+            alone(training)
+        training.sync.finish()
+        num_rounds = training.sync._engine.progress.num_rounds
+        training.sync.close()
+        return num_rounds
+
+    first, second = ranks_of(2, on_rank)
+    assert first == second == 3  # of which one was the rebuild
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
