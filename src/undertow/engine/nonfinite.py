@@ -274,12 +274,13 @@ def found_alone(current_plan: CurrentPlan) -> Finding | None:
 
 
 def found_own(current_plan: CurrentPlan, optimizer: Optimizer) -> Finding | None:
-    """Checks the gradients of this optimizer's parameters that this rank has accumulated since the
-    last synchronization; None if there are none. A function, as `found_alone`."""
+    """Checks the gradients of this optimizer's parameters, if this rank has accumulated any of them
+    since the last synchronization; else None. A function, as `found_alone`."""
     name, hooks = current_plan.group.name, current_plan.hooks
-    indices = hooks.arrived_before & hooks.indices(set(map(id, params_of(optimizer))))
-    if not indices:
+    indices = hooks.indices(set(map(id, params_of(optimizer))))
+    if hooks.arrived_before.isdisjoint(indices):
         return None
+    # All of them: others may still have the mean of that synchronization.
     params = _not_finite_of([hooks.named_params[index] for index in sorted(indices)])
     where = "a step inside accumulate() or no_sync()"
     return Finding(params, ranks=(name,), where=where, is_own=True)
