@@ -106,7 +106,7 @@ class NonFinite:
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has stepped, or skipped, on it
         # each `.grad` of an optimizer whose step is skipped now
-        self._aside: dict[Optimizer, list[tuple[Tensor, Tensor | None]]] = {}
+        self._aside: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
 
     def round_ends(self, ended: Round, plan: Plan) -> None:
         """Takes over a synchronization's findings.
@@ -168,14 +168,19 @@ class NonFinite:
 
         The optimizer itself is the first of `args`. The step `accumulates` inside `accumulate()`.
         """
-        self._aside.pop(optimizer, None)  # of a step that has raised
+        if optimizer in self._aside and _are_gone(self._aside[optimizer]):
+            self.step_ends(optimizer)  # that step has raised
+        self._aside.pop(optimizer, None)  # a backward has followed
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            if not self.skips(optimizer, accumulates=accumulates):
+            is_skipped = self._is_within_skipped(optimizer)
+            if not is_skipped and not self.skips(optimizer, accumulates=accumulates):
                 return None
             # Some optimizers keep their parameters in a list of their own, and step those that have
             # a gradient.
-            self._aside[optimizer] = [(param, param.grad) for param in params_of(optimizer)]
+            self._aside[optimizer] = [
+                (param, param.grad) for param in params_of(optimizer) if param.grad is not None
+            ]
             for param, _ in self._aside[optimizer]:
                 param.grad = None
             return (_idle(optimizer), *args[1:]), kwargs
@@ -188,6 +193,17 @@ class NonFinite:
         """Called after a plain optimizer's step: gradients are as before, if it was skipped."""
         for param, grad in self._aside.pop(optimizer, ()):
             param.grad = grad
+
+    def _is_within_skipped(self, optimizer: Optimizer) -> bool:
+        """Returns True if the skipped step of another optimizer, which wraps this one, has put the
+        gradients aside. Nothing bad would be found."""
+        if not self._aside:
+            return False
+        ids = set(map(id, params_of(optimizer)))
+        return any(
+            _are_gone(aside) and any(id(param) in ids for param, _ in aside)
+            for aside in self._aside.values()
+        )
 
     def _tell(self, finding: Finding) -> None:
         """Warns on rank 0, or on the only rank that skips, the first, second, fourth time and so
@@ -218,6 +234,11 @@ def after_closure(
     if len(args) > 1:
         return (args[0], closed, *args[2:]), kwargs
     return args, {**kwargs, "closure": closed}
+
+
+def _are_gone(aside: list[tuple[Tensor, Tensor]]) -> bool:
+    """Returns True if no gradient has arrived since these were put aside."""
+    return all(param.grad is None for param, _ in aside)
 
 
 def _finding_of(ended: Round, plan: Plan) -> Finding:
