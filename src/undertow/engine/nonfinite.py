@@ -47,7 +47,7 @@ class Finding:
     params: tuple[str, ...]  # in the order of the model
     ranks: tuple[int, ...]  # empty if only the sum is known
     where: str
-    is_own: bool = False  # of a step inside `accumulate()`, on this rank only
+    is_own: bool = False  # of a step inside `accumulate()`, in one rank's gradients
 
     @property
     def what(self) -> str:
@@ -60,9 +60,9 @@ class Finding:
             f"Inf) on {ranks}."
         )
 
-    def error(self) -> NonFiniteGradient:
-        """Returns a new error each time."""
-        remedy = _NOT_TAKEN_HERE if self.is_own else _NOT_TAKEN
+    def error(self, *, is_alone: bool) -> NonFiniteGradient:
+        """Returns a new error each time; `is_alone` if the other ranks take the step."""
+        remedy = _NOT_TAKEN_HERE if is_alone else _NOT_TAKEN
         return NonFiniteGradient(self.what, where=self.where, remedy=remedy)
 
     @property
@@ -83,7 +83,8 @@ class NonFinite:
     `find_own` checks this rank's own gradients, if an optimizer steps on them inside
     `accumulate()`: None if there are none, and a finding without parameters if they are finite.
     `fails_others` makes the ranks that do not hold these experts raise too, at their next wait.
-    `agree` returns the finding of any rank of a mesh: each has other parts of the gradients.
+    `agree` returns the finding of any rank of a mesh: each has other parts of the gradients. It is
+    a collective call at each step, also inside `accumulate()`.
     """
 
     fails_others: Callable[[faults.Fault], object] | None = None
@@ -129,7 +130,8 @@ class NonFinite:
         """Returns True if the coming step of `optimizer` is to change nothing.
 
         May raise NonFiniteGradient on every rank. If the step `accumulates`, inside
-        `accumulate()`, it may use this rank's own gradients. Then other ranks are not told.
+        `accumulate()`, it may use this rank's own gradients. Then other ranks are told on a mesh
+        only.
         """
         # Torch's own kernels skip the step by this.
         if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
@@ -138,22 +140,25 @@ class NonFinite:
         finding = own or self._finding or self._find_alone()
         if own is not None and not own.params:
             finding = None
+        is_own = own is not None
         if self.agree is not None:
             finding = self.agree(finding)
-            if self.has_rounds and own is None:
+            is_own |= finding is not None and finding.is_own  # of another rank
+            if self.has_rounds and not is_own:
                 self._finding = finding
         if finding is None:
             return False
-        is_counted = own is None and self._finding is not None and self._is_judged
-        self._is_judged |= own is None
+        is_counted = not is_own and self._finding is not None and self._is_judged
+        self._is_judged |= not is_own
+        is_alone = finding.is_own and self.agree is None
         if self._policy == "raise":
             if self.fails_others is None or finding.is_own:
-                raise finding.error()
+                raise finding.error(is_alone=is_alone)
             self.fails_others(finding.fault)
             raise finding.fault.error(finding.where)
         if not is_counted:
             self.num_skipped += 1
-            self._tell(finding)
+            self._tell(finding, is_alone=is_alone)
         return True
 
     def before_step(
@@ -205,16 +210,16 @@ class NonFinite:
             for aside in self._aside.values()
         )
 
-    def _tell(self, finding: Finding) -> None:
+    def _tell(self, finding: Finding, *, is_alone: bool) -> None:
         """Warns on rank 0, or on the only rank that skips, the first, second, fourth time and so
         on.
 
         A run that diverges would print nothing else.
         """
-        is_told_here = self._rank == 0 or finding.is_own
+        is_told_here = self._rank == 0 or is_alone
         if is_told_here and self.num_skipped.bit_count() == 1:
             times = "" if self.num_skipped == 1 else f" Steps like this so far: {self.num_skipped}."
-            by = "this rank only" if finding.is_own else "every rank"
+            by = "this rank only" if is_alone else "every rank"
             faults.tell(f"{finding.what} The step is skipped on {by}.{times}\n  {finding.where}")
 
 
@@ -278,7 +283,12 @@ def found_by_any(everyone: OwnGroup, finding: Finding | None) -> Finding | None:
         return None
     mine = None if finding is None else dataclasses.asdict(finding)
     found = next(each for each in gather_json(everyone, mine, waits_for=what) if each is not None)
-    return Finding(tuple(found["params"]), tuple(found["ranks"]), found["where"])
+    return Finding(
+        params=tuple(found["params"]),
+        ranks=tuple(found["ranks"]),
+        where=found["where"],
+        is_own=found["is_own"],
+    )
 
 
 def found_alone(current_plan: CurrentPlan) -> Finding | None:

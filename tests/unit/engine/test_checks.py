@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow.buckets.trailer import Reading
 from undertow.config import SyncConfig
+from undertow.engine import nonfinite
 from undertow.engine.checks import Checks, Loads, _PlaceReport
 from undertow.engine.nonfinite import Finding, NonFinite
 from undertow.engine.round import Round, RoundKind, Terms
@@ -291,6 +294,27 @@ def test_a_rank_that_skips_its_own_step_tells_it_itself(caplog: pytest.LogCaptur
         "the gradient of 'first.weight' is not finite (NaN or Inf) on rank 1. The step is skipped on this rank only.\n"
         "  a step inside accumulate() or no_sync()"
     ]
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_what_one_rank_of_a_mesh_finds_in_its_own_gradients_stops_that_step_everywhere(
+    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This rank has found nothing itself, and the next step is free again."""
+    own = Finding(("first.weight",), (1,), "a step inside accumulate() or no_sync()", is_own=True)
+    of_ranks = [None, dataclasses.asdict(own)]
+    monkeypatch.setattr(nonfinite, "any_rank", lambda *_: any(of_ranks))
+    monkeypatch.setattr(nonfinite, "gather_json", lambda *_, **__: of_ranks)
+    judge = NonFinite(policy, rank=0, find_alone=lambda: None, find_own=lambda _: None)
+    judge.agree = partial(nonfinite.found_by_any, None)  # type: ignore[arg-type]
+    if policy == "raise":
+        text = text_of(NonFiniteGradient, lambda: judge.skips(sgd(), accumulates=True))
+        assert "  No rank has taken the step." in text
+    else:
+        assert judge.skips(sgd(), accumulates=True)
+        assert "The step is skipped on every rank." in caplog.text
+    monkeypatch.setattr(judge, "agree", lambda finding: finding)
+    assert not judge.skips(sgd())
 
 
 def compared(loading: dict[int, tuple[int, ...]], delays: tuple[int, ...], *, is_host: bool = False) -> list[list[int]]:
