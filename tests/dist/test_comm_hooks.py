@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from support.alike import backward_alike, backwards, require_equal_values
 from support.errors import text_of
 from support.levels import some
-from support.models import CASES, mlp, noise
+from support.models import CASES, Branches, mlp, noise
 from support.naive import TIMEOUT_S, naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel, SyncConfig, attach
@@ -356,6 +356,19 @@ def test_power_sgd_continues_after_a_step_that_is_skipped() -> None:
         values.append(net[0].weight.detach().clone())
     assert [torch.equal(*pair) for pair in itertools.pairwise(values)] == [step == 4 for step in range(6)]
     assert net[0].weight.isfinite().all()
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_power_sgd_continues_after_a_step_without_the_parameters_of_a_bucket() -> None:
+    """Its hook gets zeros for them, and its memory becomes NaN."""
+    net = Branches()
+    with hooked(net, power_state(), powerSGD_hook, nonfinite="raise", bucket_cap_mb=1e-6) as ddp:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for step in range(8):
+            optimizer.zero_grad()
+            ddp(noise(3, 4, step=step), (0, 1, 2) if step < 2 else (step % 3,)).square().mean().backward()
+            optimizer.step()
+    assert all(param.isfinite().all() for param in net.parameters())
 
 
 @in_ranks(2, timeout_s=TIMEOUT_S)

@@ -452,6 +452,25 @@ def test_a_step_inside_no_sync_looks_at_the_gradients_of_its_rank(policy: str, h
         assert not torch.equal(parameters(ddp)["module.last.bias"], before["module.last.bias"])
 
 
+@in_ranks(2)
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_step_inside_no_sync_looks_at_the_mean_of_the_other_parameters_too(policy: str) -> None:
+    """A bad mean is not judged yet when a backward inside no_sync() adds good gradients of another layer."""
+    with wrapped(Branches(), nonfinite=policy, bucket_cap_mb=ALL_IN_ONE) as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        loss_of_two_branches(ddp).backward()
+        before = parameters(ddp)
+        with ddp.no_sync():
+            ddp(noise(2, 4), (0,)).sum().backward()
+            if policy == "raise":
+                what = WHAT.format("layers.1.bias", f"rank {dist.get_rank()}")
+                assert text_of(NonFiniteGradient, optimizer.step).startswith(f"{what}\n  a step inside")
+            else:
+                optimizer.step()
+        require_equal(parameters(ddp), before)
+        assert ddp.report().num_skipped == (policy == "skip")
+
+
 EXPERTS_RAISE = """the gradient of 'experts.0.bias' is not finite (NaN or Inf) on rank 3.
   synchronization {step}
   Ranks with other experts take the step: start from a checkpoint, and look for the overflow there."""

@@ -47,7 +47,7 @@ class Finding:
     params: tuple[str, ...]  # in the order of the model
     ranks: tuple[int, ...]  # empty if only the sum is known
     where: str
-    is_own: bool = False  # of a step inside `accumulate()`, on this rank only
+    is_own: bool = False  # of a step inside `accumulate()`, in one rank's gradients
 
     @property
     def what(self) -> str:
@@ -60,9 +60,9 @@ class Finding:
             f"Inf) on {ranks}."
         )
 
-    def error(self) -> NonFiniteGradient:
-        """Returns a new error each time."""
-        remedy = _NOT_TAKEN_HERE if self.is_own else _NOT_TAKEN
+    def error(self, *, is_alone: bool) -> NonFiniteGradient:
+        """Returns a new error each time; `is_alone` if the other ranks take the step."""
+        remedy = _NOT_TAKEN_HERE if is_alone else _NOT_TAKEN
         return NonFiniteGradient(self.what, where=self.where, remedy=remedy)
 
     @property
@@ -83,7 +83,8 @@ class NonFinite:
     `find_own` checks this rank's own gradients, if an optimizer steps on them inside
     `accumulate()`: None if there are none, and a finding without parameters if they are finite.
     `fails_others` makes the ranks that do not hold these experts raise too, at their next wait.
-    `agree` returns the finding of any rank of a mesh: each has other parts of the gradients.
+    `agree` returns the finding of any rank of a mesh: each has other parts of the gradients. It is
+    a collective call at each step, also inside `accumulate()`.
     """
 
     fails_others: Callable[[faults.Fault], object] | None = None
@@ -106,7 +107,7 @@ class NonFinite:
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has stepped, or skipped, on it
         # each `.grad` of an optimizer whose step is skipped now
-        self._aside: dict[Optimizer, list[tuple[Tensor, Tensor | None]]] = {}
+        self._aside: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
 
     def round_ends(self, ended: Round, plan: Plan) -> None:
         """Takes over a synchronization's findings.
@@ -129,7 +130,8 @@ class NonFinite:
         """Returns True if the coming step of `optimizer` is to change nothing.
 
         May raise NonFiniteGradient on every rank. If the step `accumulates`, inside
-        `accumulate()`, it may use this rank's own gradients. Then other ranks are not told.
+        `accumulate()`, it may use this rank's own gradients. Then other ranks are told on a mesh
+        only.
         """
         # Torch's own kernels skip the step by this.
         if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
@@ -138,22 +140,25 @@ class NonFinite:
         finding = own or self._finding or self._find_alone()
         if own is not None and not own.params:
             finding = None
+        is_own = own is not None
         if self.agree is not None:
             finding = self.agree(finding)
-            if self.has_rounds and own is None:
+            is_own |= finding is not None and finding.is_own  # of another rank
+            if self.has_rounds and not is_own:
                 self._finding = finding
         if finding is None:
             return False
-        is_counted = own is None and self._finding is not None and self._is_judged
-        self._is_judged |= own is None
+        is_counted = not is_own and self._finding is not None and self._is_judged
+        self._is_judged |= not is_own
+        is_alone = finding.is_own and self.agree is None
         if self._policy == "raise":
             if self.fails_others is None or finding.is_own:
-                raise finding.error()
+                raise finding.error(is_alone=is_alone)
             self.fails_others(finding.fault)
             raise finding.fault.error(finding.where)
         if not is_counted:
             self.num_skipped += 1
-            self._tell(finding)
+            self._tell(finding, is_alone=is_alone)
         return True
 
     def before_step(
@@ -168,14 +173,19 @@ class NonFinite:
 
         The optimizer itself is the first of `args`. The step `accumulates` inside `accumulate()`.
         """
-        self._aside.pop(optimizer, None)  # of a step that has raised
+        if optimizer in self._aside and _are_gone(self._aside[optimizer]):
+            self.step_ends(optimizer)  # that step has raised
+        self._aside.pop(optimizer, None)  # a backward has followed
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            if not self.skips(optimizer, accumulates=accumulates):
+            is_skipped = self._is_within_skipped(optimizer)
+            if not is_skipped and not self.skips(optimizer, accumulates=accumulates):
                 return None
             # Some optimizers keep their parameters in a list of their own, and step those that have
             # a gradient.
-            self._aside[optimizer] = [(param, param.grad) for param in params_of(optimizer)]
+            self._aside[optimizer] = [
+                (param, param.grad) for param in params_of(optimizer) if param.grad is not None
+            ]
             for param, _ in self._aside[optimizer]:
                 param.grad = None
             return (_idle(optimizer), *args[1:]), kwargs
@@ -189,16 +199,27 @@ class NonFinite:
         for param, grad in self._aside.pop(optimizer, ()):
             param.grad = grad
 
-    def _tell(self, finding: Finding) -> None:
+    def _is_within_skipped(self, optimizer: Optimizer) -> bool:
+        """Returns True if the skipped step of another optimizer, which wraps this one, has put the
+        gradients aside. Nothing bad would be found."""
+        if not self._aside:
+            return False
+        ids = set(map(id, params_of(optimizer)))
+        return any(
+            _are_gone(aside) and any(id(param) in ids for param, _ in aside)
+            for aside in self._aside.values()
+        )
+
+    def _tell(self, finding: Finding, *, is_alone: bool) -> None:
         """Warns on rank 0, or on the only rank that skips, the first, second, fourth time and so
         on.
 
         A run that diverges would print nothing else.
         """
-        is_told_here = self._rank == 0 or finding.is_own
+        is_told_here = self._rank == 0 or is_alone
         if is_told_here and self.num_skipped.bit_count() == 1:
             times = "" if self.num_skipped == 1 else f" Steps like this so far: {self.num_skipped}."
-            by = "this rank only" if finding.is_own else "every rank"
+            by = "this rank only" if is_alone else "every rank"
             faults.tell(f"{finding.what} The step is skipped on {by}.{times}\n  {finding.where}")
 
 
@@ -218,6 +239,11 @@ def after_closure(
     if len(args) > 1:
         return (args[0], closed, *args[2:]), kwargs
     return args, {**kwargs, "closure": closed}
+
+
+def _are_gone(aside: list[tuple[Tensor, Tensor]]) -> bool:
+    """Returns True if no gradient has arrived since these were put aside."""
+    return all(param.grad is None for param, _ in aside)
 
 
 def _finding_of(ended: Round, plan: Plan) -> Finding:
@@ -257,7 +283,12 @@ def found_by_any(everyone: OwnGroup, finding: Finding | None) -> Finding | None:
         return None
     mine = None if finding is None else dataclasses.asdict(finding)
     found = next(each for each in gather_json(everyone, mine, waits_for=what) if each is not None)
-    return Finding(tuple(found["params"]), tuple(found["ranks"]), found["where"])
+    return Finding(
+        params=tuple(found["params"]),
+        ranks=tuple(found["ranks"]),
+        where=found["where"],
+        is_own=found["is_own"],
+    )
 
 
 def found_alone(current_plan: CurrentPlan) -> Finding | None:
@@ -274,12 +305,13 @@ def found_alone(current_plan: CurrentPlan) -> Finding | None:
 
 
 def found_own(current_plan: CurrentPlan, optimizer: Optimizer) -> Finding | None:
-    """Checks the gradients of this optimizer's parameters that this rank has accumulated since the
-    last synchronization; None if there are none. A function, as `found_alone`."""
+    """Checks the gradients of this optimizer's parameters, if this rank has accumulated any of them
+    since the last synchronization; else None. A function, as `found_alone`."""
     name, hooks = current_plan.group.name, current_plan.hooks
-    indices = hooks.arrived_before & hooks.indices(set(map(id, params_of(optimizer))))
-    if not indices:
+    indices = hooks.indices(set(map(id, params_of(optimizer))))
+    if hooks.arrived_before.isdisjoint(indices):
         return None
+    # All of them: others may still have the mean of that synchronization.
     params = _not_finite_of([hooks.named_params[index] for index in sorted(indices)])
     where = "a step inside accumulate() or no_sync()"
     return Finding(params, ranks=(name,), where=where, is_own=True)

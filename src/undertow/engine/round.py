@@ -84,6 +84,8 @@ class Findings:
     unlike_settings: Settings | None = None
     # bucket -> positions, on any rank
     nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)
+    # a communication hook has made values that are not finite of the zeros of unused parameters
+    spoils_hook: bool = False
     busy_ms: tuple[float, ...] = ()  # of each rank
 
     @property
@@ -336,7 +338,10 @@ class Round:
             used = frozenset[int]() if reading is None or is_retired else reading.used
             # A parameter that no rank has used keeps its gradient, whatever a hook returns for it.
             kept = frozenset(self.found.unused[bucket.spec.index]) - used
-            self._note_nonfinite(bucket, bucket.bad_results() - kept)
+            bad = bucket.bad_results()
+            self._note_nonfinite(bucket, bad - kept)
+            if bad & kept:
+                self.found.spoils_hook = True  # alike on all ranks
             bucket.gradients.bind(used)
 
     def _read_trailer(self, bucket: LiveBucket) -> Reading | None:

@@ -235,7 +235,8 @@ class Rounds:
         """Keeps the synchronization's finding of gradients that are not finite."""
         self._checks.numbers.round_ends(ended, ended.compiled.plan)
         hook = ended.compiled.reducer.hook
-        if ended.found.nonfinite and hook is not None:
+        is_spoilt = ended.found.nonfinite or ended.found.spoils_hook
+        if is_spoilt and hook is not None:
             hook.forget()  # or its memory would spoil all later gradients
 
     def _require_sound(self, ended: Round) -> None:

@@ -1,6 +1,10 @@
 """A step that is skipped changes nothing."""
 
+import contextlib
 import copy
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +17,7 @@ from support.errors import text_of
 from support.strategies import spec
 from undertow.buckets.trailer import Reading
 from undertow.config import SyncConfig
+from undertow.engine import nonfinite
 from undertow.engine.checks import Checks, Loads, _PlaceReport
 from undertow.engine.nonfinite import Finding, NonFinite
 from undertow.engine.round import Round, RoundKind, Terms
@@ -58,13 +63,19 @@ def a_round(is_found: bool, *, number: int = 4, ranks: tuple[int, ...] = (1,), k
     return this
 
 
-def stepped(optimizer: torch.optim.Optimizer, judge: NonFinite) -> None:
+@contextlib.contextmanager
+def judged(optimizer: torch.optim.Optimizer, judge: NonFinite) -> Iterator[None]:
     """With the hooks that every optimizer of our parameters has."""
     before = optimizer.register_step_pre_hook(judge.before_step)
     after = optimizer.register_step_post_hook(lambda optimizer, *_: judge.step_ends(optimizer))
-    optimizer.step()
+    yield
     before.remove()
     after.remove()
+
+
+def stepped(optimizer: torch.optim.Optimizer, judge: NonFinite) -> None:
+    with judged(optimizer, judge):
+        optimizer.step()
 
 
 def sgd() -> torch.optim.SGD:
@@ -107,6 +118,77 @@ def test_a_scheduler_does_not_take_a_skipped_step_for_none() -> None:
     stepped(optimizer, numbers(is_found=True))
     scheduler.step()  # would warn, and warnings are errors here
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)  # 0.1 * 0.1 in doubles
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer of the same parameters, or raises."""
+
+    def __init__(self, inner: torch.optim.Optimizer, error: type[BaseException] | None = None) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.error = inner, error
+        self.judge: NonFinite | None = None
+
+    def step(self, closure: None = None) -> None:
+        if self.error is not None:
+            raise self.error
+        assert self.judge is not None
+        stepped(self.inner, self.judge)
+
+
+def with_grad(optimizer: torch.optim.Optimizer, value: float) -> nn.Parameter:
+    (group,) = optimizer.param_groups
+    (param,) = group["params"]
+    param.grad = torch.full_like(param, value)
+    return param
+
+
+def looking_at(param: Tensor) -> NonFinite:
+    """As a rank alone looks at the gradient when an optimizer steps."""
+    found = Finding(("weight",), (0,), "here")
+    return NonFinite(
+        "skip",
+        rank=0,
+        find_alone=lambda: None if param.grad is None or param.grad.isfinite().all() else found,
+        find_own=lambda _: None,
+    )
+
+
+def test_an_optimizer_within_one_whose_step_is_skipped_skips_too() -> None:
+    inner = Counting([nn.Parameter(torch.randn(3))])
+    param, outer = with_grad(inner, torch.nan), Around(inner)
+    outer.judge = looking_at(param)
+    stepped(outer, outer.judge)
+    assert (inner.param_groups[0]["steps"], len(inner.state), outer.judge.num_skipped) == (0, 0, 1)
+    assert param.grad is not None  # it is there again
+    with_grad(inner, 1.0)
+    stepped(outer, outer.judge)
+    assert (inner.param_groups[0]["steps"], outer.judge.num_skipped) == (1, 1)
+
+
+def test_two_models_of_an_optimizer_that_both_skip_leave_the_gradients_as_they_were() -> None:
+    optimizer = sgd()
+    param, first, second = with_grad(optimizer, torch.nan), numbers(is_found=True), numbers(is_found=True)
+    with judged(optimizer, first), judged(optimizer, second):
+        optimizer.step()
+    assert param.grad is not None
+
+
+@pytest.mark.parametrize("has_new", [False, True])
+def test_gradients_are_there_again_in_the_step_after_a_skipped_one_that_has_raised(has_new: bool) -> None:
+    outer = Around(sgd(), KeyboardInterrupt)
+    param = with_grad(outer, torch.nan)
+    judge = looking_at(param)
+    with judged(outer, judge):
+        with pytest.raises(KeyboardInterrupt):
+            outer.step()
+        outer.error, outer.judge = None, judge
+        if has_new:
+            with_grad(outer, 1.0)
+        before = param.detach().clone()
+        outer.step()
+    assert torch.equal(param, before) is not has_new
+    assert param.grad is not None
+    assert bool(param.grad.isfinite().all()) is has_new
 
 
 def test_a_step_with_found_inf_is_the_scalers() -> None:
@@ -212,6 +294,27 @@ def test_a_rank_that_skips_its_own_step_tells_it_itself(caplog: pytest.LogCaptur
         "the gradient of 'first.weight' is not finite (NaN or Inf) on rank 1. The step is skipped on this rank only.\n"
         "  a step inside accumulate() or no_sync()"
     ]
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_what_one_rank_of_a_mesh_finds_in_its_own_gradients_stops_that_step_everywhere(
+    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This rank has found nothing itself, and the next step is free again."""
+    own = Finding(("first.weight",), (1,), "a step inside accumulate() or no_sync()", is_own=True)
+    of_ranks = [None, dataclasses.asdict(own)]
+    monkeypatch.setattr(nonfinite, "any_rank", lambda *_: any(of_ranks))
+    monkeypatch.setattr(nonfinite, "gather_json", lambda *_, **__: of_ranks)
+    judge = NonFinite(policy, rank=0, find_alone=lambda: None, find_own=lambda _: None)
+    judge.agree = partial(nonfinite.found_by_any, None)  # type: ignore[arg-type]
+    if policy == "raise":
+        text = text_of(NonFiniteGradient, lambda: judge.skips(sgd(), accumulates=True))
+        assert "  No rank has taken the step." in text
+    else:
+        assert judge.skips(sgd(), accumulates=True)
+        assert "The step is skipped on every rank." in caplog.text
+    monkeypatch.setattr(judge, "agree", lambda finding: finding)
+    assert not judge.skips(sgd())
 
 
 def compared(loading: dict[int, tuple[int, ...]], delays: tuple[int, ...], *, is_host: bool = False) -> list[list[int]]:
