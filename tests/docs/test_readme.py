@@ -160,6 +160,8 @@ SHOWN_BY = {
         "test_a_loss_that_fails_before_the_first_gradient_counts_as_none",
         "test_a_closure_that_catches_an_error_of_backward_steps_on_the_old_gradients",
     ],
+    "leaves out a whole step": ["test_a_rank_that_has_finished_early_is_named_with_its_steps"],
+    "one rank alone begins to train": ["test_a_rank_starts_to_train_while_the_others_train_nothing"],
     "steps twice on the gradients": ["test_a_rank_that_steps_twice_is_found_by_the_check_of_replicas"],
     "looks at its loss alone": ["test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own"],
 }

@@ -414,6 +414,8 @@ class Rank:
 
 
 def _is_ranks_own() -> bool:
+    if not hasattr(_thread, "rank"):  # the garbage collector has found a model after its test
+        raise RuntimeError("this thread is no rank's.")
     return _thread.rank.thread == threading.get_ident()  # type: ignore[no-any-return]
 
 

@@ -218,6 +218,9 @@ WRITTEN = {
     "where": "synchronization 199; 1 of 6 parameters differ",
     "remedy": "Look for what writes to parameters, or steps, on some ranks only; broadcast_parameters() makes them equal again.",
 }
+INFINITE = Finding(params=("last.bias",), ranks=(1,), where="synchronization 118, bucket 0")
+
+
 # What docs/reliability.md quotes.
 
 
@@ -227,7 +230,7 @@ WRITTEN = {
         TOLD,
         f"PeerFailed: {faults.failed(1, ValueError('row 7 has no label')).error('synchronization 118, rank 0')}",
         f"StallTimeout: {faults.timed_out(0, TOLD).error('synchronization 3, rank 0')}",
-        f"NonFiniteGradient: {Finding(params=('last.bias',), ranks=(1,), where='synchronization 118, bucket 0').error()}",
+        f"NonFiniteGradient: {INFINITE.error(is_alone=False)}",
         f"ReplicaMismatch: {mismatch('last.weight', {0: 5, 1: 5, 2: 7}, **WRITTEN)}",
     ],
     ids=lambda text: text.partition(":")[0],
