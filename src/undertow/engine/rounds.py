@@ -247,12 +247,14 @@ class Rounds:
             taken = f"parameter {name!r} with the hook {', '.join(users_hooks(param))}"
         try:
             with agreed_errors.told_to_places(current_plan.group):
-                # First: a rank that has changed alone may be in another step because of that. A
-                # rank whose backward has failed may not have come to its change.
-                if not found.reported(Fact.FAILED):
+                if found.reported(Fact.FAILED):
+                    # That rank may not have come to its change.
+                    agreed_errors.require_sound(ended, current_plan.group, taken=taken)
                     require_changed_alike(current_plan, ended)
-                agreed_errors.require_sound(ended, current_plan.group, taken=taken)
-                require_changed_alike(current_plan, ended)
+                else:
+                    # A rank that has changed alone may be in another step because of that.
+                    require_changed_alike(current_plan, ended)
+                    agreed_errors.require_sound(ended, current_plan.group, taken=taken)
         except UndertowError:
             self._round_has_failed(ended)
             raise

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
-from itertools import chain
+from itertools import chain, filterfalse
 from operator import attrgetter, is_
 from weakref import WeakKeyDictionary, ref
 
@@ -19,7 +19,7 @@ from undertow.ranks.alike import Alike
 from undertow.ranks.answers import named
 
 # Settings that choose an implementation: ranks may differ in them.
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+_IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))
 # Settings that users choose, under whatever name a constructor has them.
 _CHOSEN = {"lr", "betas", "eps", "momentum", "weight_decay"}
 
@@ -49,7 +49,8 @@ _digest_of = attrgetter("digest")
 class _Known:
     """The settings of an optimizer when it last stepped."""
 
-    estimates: frozenset[str]  # names of numbers that the optimizer keeps for itself
+    # names that are not compared without estimates; found when they are needed, by inspection
+    left_out: frozenset[str] | None = None
     # by the number, the first and the last of a group's parameters
     first_names: dict[tuple[int, int, int], str] = field(default_factory=dict)
     # by a group's number, the number of its parameters, and if estimates count, the values that
@@ -83,12 +84,13 @@ def settings_of(
     """
     known = _KNOWN.get(optimizer)
     if known is None:
-        known = _KNOWN[optimizer] = _Known(_estimates_of(optimizer))
-    told = [
-        name
-        for name in getattr(optimizer, "defaults", ())
-        if name not in _IMPLEMENTATION and (with_estimates or name not in known.estimates)
-    ]
+        known = _KNOWN[optimizer] = _Known()
+    left_out = _IMPLEMENTATION
+    if not with_estimates:
+        if known.left_out is None:
+            known.left_out = _IMPLEMENTATION | _estimates_of(optimizer)
+        left_out = known.left_out
+    told = list(filterfalse(left_out.__contains__, getattr(optimizer, "defaults", ())))
     found: list[GroupSettings] = []
     for group in optimizer.param_groups:
         params = group["params"]

@@ -60,11 +60,9 @@ def _entries(name: str, documented: object) -> Iterator[str]:
 
 def _entry(heading: str, documented: object) -> str:
     text = inspect.getdoc(documented) or ""
-    if not isinstance(
-        documented, type | FunctionType
-    ):  # a module, a property or an alias of a type
-        return f"{heading}\n\n{text}"
-    return f"{heading}\n\n    {inspect.signature(documented)}\n\n{text}"
+    if isinstance(documented, type | FunctionType):
+        return f"{heading}\n\n    {inspect.signature(documented)}\n\n{text}"
+    return f"{heading}\n\n{text}"  # a module, a property or an alias of a type
 
 
 def _list_text() -> str:
