@@ -961,7 +961,7 @@ def clear(param: Tensor) -> None:
 
 
 @pytest.mark.deep
-@ON_A_MESH
+@in_ranks(4, is_fresh=True, timeout_s=240.0)  # an error at one place cuts the messages of the other axis
 def test_a_change_of_one_rank_is_named_at_all_places_before_a_gradient_that_another_has_cleared() -> None:
     with on_mesh(stall_timeout_s=30.0) as (mesh, model, _):
         rank, replica = dist.get_rank(), mesh["dp"].get_local_rank()
