@@ -32,6 +32,9 @@ OUTSIDE = """process_group must be a torch.distributed.ProcessGroup, got int.
 WRAPPED = """this module is wrapped already, by torch's own DistributedDataParallel.
   DistributedDataParallel(torch.nn.parallel.DistributedDataParallel(...))
   Wrap the bare module once, without torch's class."""
+TWICE = """this module is wrapped already, by undertow.DistributedDataParallel.
+  attach(undertow.DistributedDataParallel(...))
+  Wrap the bare module once: it is `module` of the wrapper."""
 UNWRAPPED = """target must be the result of attach() or DistributedDataParallel, got Linear.
   ShardedOptimizer
   Wrap the model first, then write ShardedOptimizer(torch.optim.AdamW, model, lr=...). Parameters or groups come third: \
@@ -130,6 +133,12 @@ def test_a_rank_outside_of_the_group_does_not_wrap() -> None:
 def test_a_model_of_torchs_class_is_not_wrapped_again() -> None:
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     assert refusal(lambda: DistributedDataParallel(wrapped)) == WRAPPED
+
+
+@in_ranks(2)
+def test_a_wrapper_is_not_wrapped_again() -> None:
+    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 2))) as model:
+        assert refusal(lambda: attach(model)) == TWICE
 
 
 @in_ranks(2)

@@ -266,6 +266,23 @@ def test_the_steps_of_the_slowest_rank_decide(best: int) -> None:
     assert len(str(told).splitlines()) <= 8
 
 
+@in_ranks(2)
+def test_a_report_counts_the_steps_before_a_trial_that_has_changed_nothing() -> None:
+    caps = grouping.SizeCaps(cap_bytes=3000)
+    with (
+        mock.patch.object(grouping, "default_caps", return_value=caps),
+        every_step_takes(lambda: 20_000),
+        training(stack(), "ddp", "SGD") as (ddp, opt),
+    ):
+        train(ddp, opt, loss_of_stack, steps=range(4))
+        first, counted = ddp.plan, []
+        while "none 2 % faster" not in ddp.explain().why:
+            train(ddp, opt, loss_of_stack, steps=range(1))
+            if ddp.plan == first:
+                counted.append(ddp.report().num_steps)
+    assert min(counted[15:]) >= 15
+
+
 @pytest.mark.deep
 @in_ranks(2)
 @pytest.mark.parametrize(

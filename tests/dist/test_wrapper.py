@@ -304,13 +304,6 @@ def test_a_module_may_be_wrapped_anew(earlier: str, later: str, close: str) -> N
 
 
 @in_ranks(2, 3)
-def test_a_wrapper_may_be_wrapped() -> None:
-    with wrapped_and_bare(mlp()) as (inner, bare), wrapped(inner) as outer:
-        backward_alike(outer, bare, MLP.loss)
-        assert list(outer.state_dict()) == [f"module.module.{name}" for name in bare.state_dict()]
-
-
-@in_ranks(2, 3)
 def test_a_part_of_what_is_wrapped_is_not_wrapped_again() -> None:
     with wrapped_and_bare(mlp()) as (ddp, bare):
         model = ddp.module

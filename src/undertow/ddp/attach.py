@@ -180,6 +180,12 @@ def checked(
         where=f"{caller}(torch.nn.parallel.DistributedDataParallel(...))",
         remedy="Wrap the bare module once, without torch's class.",
     )
+    require(
+        not isinstance(getattr(module, "sync", None), GradientSync),
+        "this module is wrapped already, by undertow.DistributedDataParallel.",
+        where=f"{caller}(undertow.DistributedDataParallel(...))",
+        remedy="Wrap the bare module once: it is `module` of the wrapper.",
+    )
     require_settings(config)
     require_unmanaged(module, caller=caller)
     ignored = [

@@ -39,6 +39,9 @@ _NUM_ROUNDS_READ_AT_ONCE = 2  # on a device, where the host waits for it
 class CompiledPlan:
     """A plan over `params`, ready to run; `generation` counts the plans of an engine.
 
+    `recorded_as` is the number of its steps in the record: a plan that comes back after a trial has
+    the one that it had before.
+
     It takes the place of the plan `before`: trailers on their way pass to it, and memory for
     messages is freed, because others have other sizes.
     """
@@ -59,13 +62,18 @@ class CompiledPlan:
         self.strides = tuple(param.stride() for param in params)
         self.reducer, self.recorder = reducer, recorder
         self.layout = BucketLayout(reducer.group) if layout is None else layout
-        self.generation = 0
+        self.generation = self.recorded_as = 0
+        # The plan that this one replaced, and the number of its recorded steps.
+        self._left: tuple[Plan, int] | None = None
         # Trailers on their way from a device to the host, with the settings that each one compares.
         self.snapshots: list[tuple[Snapshot, Settings]] = []
         is_host = reducer.group.hardware.is_host
         self.turns: Rotation = Rotation(is_host=is_host) if before is None else before.turns
         if before is not None:
             self.generation = before.generation + 1
+            number = before.recorded_before(plan, reducer)
+            self.recorded_as = self.generation if number is None else number
+            self._left = before.plan, before.recorded_as
             self.snapshots += before.snapshots
             before.release_messages()
         self.is_profiling = False  # torch's profiler runs
@@ -112,8 +120,15 @@ class CompiledPlan:
     @property
     def present(self) -> Present:
         return Present(
-            plan=self.plan, generation=self.generation, has_shards=self.strategy.gather is not None
+            plan=self.plan, generation=self.recorded_as, has_shards=self.strategy.gather is not None
         )
+
+    def recorded_before(self, plan: Plan, reducer: Reducer) -> int | None:
+        """Returns the number of recorded steps under `plan` if that was in force before this plan, as
+        after a trial; None if it was not."""
+        if self._left is None or reducer is not self.reducer or self._left[0] != plan:
+            return None
+        return self._left[1]
 
     def round_begins(self, *, is_synchronized: bool) -> list[tuple[Reading, Settings]]:
         """Called when a round starts.

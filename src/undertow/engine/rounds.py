@@ -80,7 +80,7 @@ class Rounds:
             progress.gradients = Gradients.INCOMPLETE
         hooks.arrivals.reset()
         self.now = begun
-        self._recorder.backward_begins(generation=current_plan.compiled.generation)
+        self._recorder.backward_begins(generation=current_plan.compiled.recorded_as)
         if current_plan.change is None:
             begun.start(current_plan.compiled, current_plan.hooks, self._terms(begun))
 

@@ -362,7 +362,10 @@ def _tables(report: StepReport) -> "Iterator[RenderableType]":
     yield f"Where a step goes: rank {report.rank}, step {report.step}, a typical one"
     yield _step_table(report)
     if report.plan_since is not None:
-        yield f"Only steps since step {report.plan_since} count: the plan changed there."
+        yield (
+            f"Only steps under this plan count, since step {report.plan_since}: the others ran "
+            "under other plans."
+        )
     yield cell(report.advice)
     worst = report.worst_bucket
     if report.buckets:

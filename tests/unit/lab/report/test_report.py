@@ -50,7 +50,7 @@ ONE_GRAPH = "because no bucket reaches 1 MiB: its gradients arrive all at once.\
         pytest.param(report(record(busy_ms=(50.0, 65.0))), ("15.0  in this step rank 1",), (), id="a late rank"),
         pytest.param(
             report(record(), plan_since=57),
-            ("Only steps since step 57 count: the plan changed there.",),
+            ("Only steps under this plan count, since step 57: the others ran under other plans.",),
             (),
             id="why few steps count",
         ),
