@@ -1,4 +1,4 @@
-"""What a bucket does with `.grad`, and when it marks its times."""
+"""What a bucket does with `.grad`."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Schedules as text, by strategy, and each fault that one line of a schedule can have."""
+"""Lowered schedules are right, and each fault that one line of a schedule can have is found."""
 
 from typing import Any
 

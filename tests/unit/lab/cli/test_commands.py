@@ -327,6 +327,15 @@ def test_the_parts_of_a_step_add_up_on_one_rank(options: str, undertow: Undertow
         assert step["exposed_ms"] == pytest.approx(step["network_ms"] + step["late_rank_ms"])
 
 
+def test_a_step_on_nodes_takes_what_its_schedule_has_on_each_axis(undertow: Undertow) -> None:
+    replace(SMALL, strategy="hybrid", groups=((3, 2, 1, 0),)).save("whole.json")
+    _, printed, _ = undertow(f"simulate whole.json --link 8gbit,10us --per-node 2 --node-link 8gbit,10us {PLAIN}")
+    (step_ms,) = (float(row[3]) for row in rows_of(printed) if row[0] == OWN)
+    # In one bucket: 37.75 MB at 1 / 0.956 ns a byte, of which a ring of two sends half, inside twice and across all of a shard
+    # once; four hops.
+    assert step_ms == pytest.approx(46 + 3 * 37.753 / 2 / 0.956 + 4 * 0.01, abs=0.051)
+
+
 def test_a_single_rank_encodes_nothing() -> None:
     formats = [{"wire": wire, "param_wire": wire} for wire in ("none", "int8")]
     full, narrow = (compared(WhatIf.of(SMALL, num_ranks=1, link="1gbit", strategy="zero1", **each)) for each in formats)
