@@ -142,22 +142,6 @@ def test_only_the_transport_communicates() -> None:
     assert callers == COMMUNICATE
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("dist.all_reduce(tensor)", ["all_reduce"]),
-        ("start = torch.distributed.all_gather_into_tensor", ["all_gather_into_tensor"]),
-        ("from torch.distributed import broadcast_object_list", ["broadcast_object_list"]),
-        ("work = group.allreduce([tensor])", ["allreduce"]),
-        ("group.send([part], peer, tag)", ["send"]),
-        ("process_groups.new_group(ranks, backend, timeout)", ["new_group"]),
-        ("dist.get_rank()\nneighbor.send(message)\ngroup.all_reduce(tensor, name)\ndist.ReduceOp.SUM", []),
-    ],
-)
-def test_communication_is_found(text: str, found: list[str]) -> None:
-    assert collectives_in(ast.parse(text)) == found
-
-
 # Streams, events, and questions whether the host may read a tensor.
 STREAMS = re.compile(
     r"torch\.(?:cuda|xpu)\b|torch\.(?:Stream|Event)\(|(?:record|current|set|wait)_stream\(|pin_memory|is_cpu\b|is_cuda\b"
@@ -353,23 +337,3 @@ def test_private_names_of_torch_are_in_one_place() -> None:
     root = ROOT / "src" / "undertow"
     outside = {path.relative_to(root).as_posix(): path for path in SOURCES if path.parent.name != "torch_private"}
     assert {name: set(found) for name, path in outside.items() if (found := private_to_torch(tree_of(path)))} == READ_ELSEWHERE
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("import torch._dynamo", ["torch._dynamo"]),
-        ("from torch._utils import _flatten_dense_tensors", ["_flatten_dense_tensors"]),
-        ("from torch.distributed.utils import _to_kwargs", ["_to_kwargs"]),
-        ("torch._foreach_add_(first, second)", ["_foreach_add_"]),
-        ("list(part._buffers)", ["_buffers"]),
-        ("torch._C._current_graph_task_id()", ["_current_graph_task_id", "_C"]),
-        ("attrgetter('_version')", ["_version"]),
-        ("getattr(model, '_orig_mod', model)", ["_orig_mod"]),
-        ("vars(optimizer)['_opt_called'] = True", ["_opt_called"]),
-        ("import torch.distributed as dist\nsync._engine.rounds\nos._exit(1)\nself._buffers", []),
-        ("class Mine:\n    def f(self, other):\n        self._values = 1\n        return other._values", []),
-    ],
-)
-def test_a_private_name_of_torch_is_found(text: str, found: list[str]) -> None:
-    assert private_to_torch(ast.parse(text)) == found

@@ -3,10 +3,8 @@
 import contextlib
 import os
 import re
-import shlex
 import subprocess
 import sys
-import tomllib
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -16,15 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.requirements import Requirement
 from torch import Tensor, nn
 
-from support.errors import in_pieces
 from support.pages import snippets
 from support.project import ROOT
 from support.ranks import in_ranks
 from support.records import record, report
-from support.sharded import hybrid
 from undertow import (
     DistributedDataParallel,
     ReplicaMismatch,
@@ -56,8 +51,8 @@ SNIPPETS = list(snippets(ROOT / "README.md"))
 PYTHON = [snippet for snippet in SNIPPETS if snippet.language == "python"]
 (FIRST,) = PYTHON  # test_as_printed.py runs it
 NAMED = re.findall(r"`((?:make|pip|torchrun|undertow|python) [^`]+)`", TEXT)
-# These take minutes, a network, or processes: each has a check below or in the file that is named. tests/docs/test_start.py
-# knows targets of make.
+# These take minutes, a network, or processes: each has a check below or in the file that is named. tests/docs/test_guides.py
+# knows targets of make and extras of pip.
 MADE, INSTALLED = (
     ["make demo", "make test", "make docs"],
     ["pip install '.[cli,page]'", "pip install 'undertow[cli,page] @ git+ADDRESS'"],
@@ -90,7 +85,6 @@ def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 def test_every_command_and_snippet_is_run_or_in_a_list() -> None:
     assert set(NAMED) == {*MADE, *INSTALLED, *LAUNCHED, *ELSEWHERE}
-    assert TEXT.count("```") == 2 * len(SNIPPETS)
     assert [snippet.language for snippet in SNIPPETS] == ["diff", "python", "text"]
 
 
@@ -106,15 +100,6 @@ def test_torchrun_runs_the_script(command: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FIRST.code)
     done = shell(command, tmp_path)
     assert (done.returncode, done.stdout.count("Where a step goes")) == (0, 1), done.stderr
-
-
-@pytest.mark.parametrize("command", INSTALLED)
-def test_pip_installs_extras_that_there_are(command: str) -> None:
-    """The wheel itself is installed by tests/arch/test_wheel.py."""
-    extras = Requirement(shlex.split(command)[2].replace(".[", "undertow[")).extras
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        known = tomllib.load(file)["project"]["optional-dependencies"]
-    assert extras <= set(known)
 
 
 # Every limit that docs/limits.md states has tests that show it.
@@ -199,17 +184,6 @@ def sharded(model: nn.Module, **settings: object) -> tuple[DistributedDataParall
 
 
 @in_ranks(2)
-def test_a_rank_that_has_run_out_of_data_makes_no_steps() -> None:
-    with contextlib.closing(DistributedDataParallel(nn.Linear(2, 1))) as ddp:
-        optimizer = torch.optim.AdamW(ddp.parameters())
-        with ddp.join():
-            for _ in range(2 + dist.get_rank()):
-                ddp(ones(1, 2)).sum().backward()
-                optimizer.step()
-        assert [state["step"].item() for state in optimizer.state.values()] == [2 + dist.get_rank()] * 2
-
-
-@in_ranks(2)
 def test_a_loss_that_fails_before_the_first_gradient_counts_as_none() -> None:
     model = nn.Linear(2, 1, bias=False)
     with contextlib.closing(DistributedDataParallel(model)) as ddp:
@@ -291,19 +265,6 @@ def test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own() -> No
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("is_torchs", [True, False])
-def test_steps_that_torch_does_not_know_are_not_skipped(is_torchs: bool) -> None:
-    with contextlib.closing(DistributedDataParallel(nn.Linear(1, 1), config=SyncConfig(nonfinite="skip"))) as ddp:
-        (ddp(ones(1, 1)) * float("inf")).sum().backward()
-        params = list(ddp.parameters())
-        if is_torchs:
-            torch.optim.SGD(params, lr=1.0).step()
-        else:
-            torch._foreach_sub_([param.data for param in params], [param.grad for param in params])
-        assert ddp.module.weight.isfinite().item() == is_torchs
-
-
-@in_ranks(2)
 def test_after_wait_code_in_cpp_reads_what_was_stepped() -> None:
     ddp, optimizer = sharded(nn.Linear(3, 3, bias=False))
     weight = ddp.module.weight
@@ -356,22 +317,6 @@ def test_the_exact_class_of_a_parameter_is_back_after_wait() -> None:
 
 
 @in_ranks(2)
-def test_the_memory_of_sharded_parameters_has_a_fixed_size() -> None:
-    ddp, optimizer = sharded(nn.Linear(2, 2))
-    train(ddp, optimizer)
-    with pytest.raises(RuntimeError, match="not resizable"):
-        ddp.module.weight.untyped_storage().resize_(0)
-    own = [param.detach().clone() for param in ddp.parameters()]
-    for param, values in zip(ddp.parameters(), own, strict=True):
-        param.data = torch.empty(0)
-        param.data = values.clone()
-    train(ddp, optimizer, num_steps=1)
-    for param, values in zip(ddp.parameters(), own, strict=True):
-        assert torch.equal(param, values - 0.5)
-    ddp.close()
-
-
-@in_ranks(2)
 def test_with_shards_what_is_frozen_is_not_stepped() -> None:
     ddp, optimizer = sharded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     frozen = ddp.module[0].weight
@@ -381,31 +326,6 @@ def test_with_shards_what_is_frozen_is_not_stepped() -> None:
     optimizer.step()
     assert torch.equal(frozen, before)
     ddp.close()
-
-
-class Normalized(torch.optim.SGD):
-    """Steps by gradients of norm 1."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                param -= group["lr"] * param.grad / param.grad.norm()
-
-
-@in_ranks(2)
-def test_shards_of_an_optimizer_that_is_not_elementwise_train_differently() -> None:
-    steps = []
-    for is_sharded in (False, True):
-        with contextlib.closing(DistributedDataParallel(nn.Linear(2, 2, bias=False))) as ddp:
-            nn.init.zeros_(ddp.module.weight)
-            optimizer: Any = Normalized(ddp.parameters())
-            if is_sharded:
-                with in_pieces():
-                    optimizer = ShardedOptimizer(Normalized, ddp, whole=False)
-            train(ddp, optimizer, num_steps=1)
-            steps.append(ddp.module.weight.norm().item())
-    assert steps == pytest.approx([1e-3, 2**0.5 * 1e-3])  # two shards, each of norm 1
 
 
 @pytest.mark.waits
@@ -419,20 +339,6 @@ def test_with_shards_a_step_of_one_rank_is_an_error() -> None:
         train(ddp, optimizer)
         with pytest.raises(StallTimeout):
             train(ddp, optimizer, leaves_out=0 if dist.get_rank() else -1)
-
-
-@in_ranks(4)
-def test_rows_that_have_drifted_apart_stay_so_until_rank_0_is_followed() -> None:
-    with hybrid(nn.Linear(2, 2, bias=False), "SGD") as (ddp, optimizer):
-        with torch.no_grad():
-            ddp.module.weight += dist.get_rank() // 2
-        train(ddp, optimizer)
-        for num_kinds in (2, 1):
-            ddp.wait()
-            everywhere: list[Tensor] = [torch.empty(2, 2) for _ in range(4)]
-            dist.all_gather(everywhere, ddp.module.weight.detach())
-            assert len({str(weight.tolist()) for weight in everywhere}) == num_kinds
-            ddp.broadcast_parameters()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])

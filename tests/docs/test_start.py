@@ -4,14 +4,12 @@ import ast
 import json
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 from benchmarks import figures
 
-from support.cli import Undertow
 from support.pages import Snippet, snippets
 from support.project import ROOT
 from support.warm import python
@@ -43,7 +41,6 @@ def test_a_snippet_can_fail(snippet: Snippet) -> None:
 
 
 def test_no_snippet_or_command_has_slipped_through() -> None:
-    assert {name: text.count("```") for name, text in TEXTS.items()} == {name: 2 * len(it) for name, it in SNIPPETS.items()}
     assert {(it.language, it.mark) for it in ALL} == {("python", "two ranks"), ("python", "script"), ("text", ""), ("sh", "")}
     others = [it for it in COMMANDS if not it.startswith("make ")]
     assert sorted(others) == sorted([*INSTALLED, *STARTED, *SIMULATED])
@@ -69,12 +66,6 @@ def test_the_quickstart_trains(tmp_path: Path) -> None:
     assert "The plan: " in done.stdout
 
 
-@pytest.mark.parametrize("command", [it for it in COMMANDS if it.startswith("make ")])
-def test_make_knows_its_targets(command: str) -> None:
-    done = subprocess.run(["make", "-n", *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout == "") == (0, False), done.stderr
-
-
 @pytest.mark.parametrize(
     ("target", "extras"),
     {
@@ -92,17 +83,6 @@ def test_a_target_installs_torch_alone_and_then_its_own_extras(target: str, extr
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     installed = re.findall(r"-m pip .* (torch==\S+.*)$", done.stdout, re.MULTILINE)
     assert list(dict.fromkeys(installed)) == [TORCH, *(f"{TORCH} --editable '.[{extra}]'" for extra in extras)]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("command", SIMULATED)
-def test_the_simulator_takes_the_commands(
-    command: str, undertow: Undertow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The example's profile stands for the one that the demo writes."""
-    monkeypatch.chdir(tmp_path)
-    line = command.removeprefix(".venv/bin/undertow ").replace("out/profile-undertow.json", "gpt2")
-    assert (undertow(line).code, Path("out/simulate.png").exists()) == (0, True)
 
 
 def test_pages_have_the_figures_that_make_figures_writes() -> None:

@@ -38,27 +38,3 @@ def sentences(markdown: str) -> list[str]:
 def test_sentences_of_a_page_are_short_in_the_mean(page: Path) -> None:
     words = [len(sentence.split()) for sentence in sentences(page.read_text(encoding="utf-8"))]
     assert sum(words) / max(len(words), 1) <= MEAN_WORDS, "split its longest sentences"
-
-
-def test_sentences_are_split_at_ends_items_and_code() -> None:
-    text = """# A title that does not count
-
-One sentence. `Two` is short, as in [a link](there.md#that-is-long)! Contents follow:
-
-- an item of a list
-  that continues
-- (another item)
-
-| a table | of cells |
-
-```python
-print("No sentence at all.")
-```
-"""
-    assert sentences(text) == [
-        "One sentence.",
-        "`Code` is short, as in a link!",
-        "Contents follow",
-        "an item of a list that continues",
-        "(another item)",
-    ]

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
 
-from fidelity.bert_large import bert
 from support.project import ROOT
 from undertow.lab.cost import Costs, Link, RingCosts, costs_for
 from undertow.lab.profile import Profile
@@ -128,7 +127,7 @@ def rows() -> tuple[Row, ...]:
 def _profile(model: str) -> Profile:
     one_gpu_us = 1e6 * _BATCHES[model] / _ONE_GPU[model]
     if model != "ResNet-50":
-        return bert(model, *((768, 12) if model == "BERT-Base" else (1024, 24)), one_gpu_us=one_gpu_us)
+        return _bert(model, *((768, 12) if model == "BERT-Base" else (1024, 24)), one_gpu_us=one_gpu_us)
     found = json.loads((ROOT / "benchmarks" / "shaped" / "workloads" / "resnet50.json").read_text(encoding="utf-8"))
     gaps_us = [gap_us for _, gap_us in found["tensors"]]
     scale = one_gpu_us / (sum(gaps_us) + found["forward_us"])
@@ -138,6 +137,20 @@ def _profile(model: str) -> Profile:
         [scale * sum(gaps_us[: at + 1]) for at in range(len(gaps_us))],
         forward_us=scale * found["forward_us"],
     )
+
+
+def _bert(name: str, width: int, num_blocks: int, *, one_gpu_us: float) -> Profile:
+    """Blocks are the work, evenly; the embeddings and the pooler have their gradients with the first and the last one."""
+    embeddings = [30_522 * width, 512 * width, 2 * width, width, width]
+    square = width * width
+    attention = [square, width] * 4 + [width, width]
+    feed_forward = [4 * square, 4 * width, 4 * square, width, width, width]
+    numels = embeddings + (attention + feed_forward) * num_blocks + [square, width]
+    num_in_blocks = len(attention + feed_forward) * num_blocks
+    places = [min(max(index - len(embeddings), 0), num_in_blocks) for index in range(len(numels))]
+    backward_us = one_gpu_us * 2 / 3
+    ready_us = [backward_us * (1 - place / num_in_blocks) for place in places]
+    return _of_sizes(name, numels[::-1], ready_us[::-1], forward_us=one_gpu_us - backward_us)
 
 
 def _of_sizes(name: str, numels: Sequence[int], ready_us: Sequence[float], *, forward_us: float) -> Profile:

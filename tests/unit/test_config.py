@@ -45,7 +45,7 @@ def experts(**given: Any) -> ExpertGroup:
     return ExpertGroup(**{"match": "a.*", "process_group": None, **given})
 
 
-def test_defaults() -> None:
+def test_settings_have_the_defaults_of_the_reference() -> None:
     assert dataclasses.asdict(SyncConfig()) == DEFAULTS
 
 
@@ -81,7 +81,7 @@ def test_settings_pass_through_json(settings: dict[str, Any]) -> None:
         *("names of a list", "of a set", "of a generator", "experts", "experts as text"),
     ],
 )
-def test_what_settings_become(found: object, expected: object) -> None:
+def test_a_setting_has_one_form_however_it_is_given(found: object, expected: object) -> None:
     assert found == expected
 
 

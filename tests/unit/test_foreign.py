@@ -227,11 +227,6 @@ def test_a_picture_draws_names_as_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
-def test_the_name_of_a_file_in_an_error_has_no_control_characters(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\\x1b\[2Jnone cannot be read\."):
-        profile_from_file(tmp_path / "\x1b[2Jnone")
-
-
 # The bases of each: the built-in that it resembles catches it too.
 TREE = {
     "CheckpointError": (UndertowError,),

@@ -5,16 +5,12 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
-from types import TracebackType
 
 import pytest
 
 from support.levels import some
 from support.project import ROOT
-from undertow import ConfigError, SyncConfig
-from undertow.tracebacks import without_frames_of_undertow
 
 HINT = "Frames of Undertow are left out: UNDERTOW_TRACEBACK=full shows them."
 SCRIPT = """
@@ -43,16 +39,6 @@ def told(script: str, folder: Path, **variables: str) -> list[str]:
 
 def places(lines: list[str]) -> list[str]:
     return [line.split('"')[1].rsplit("/", 1)[-1] for line in lines if line.startswith("  File ")]
-
-
-def trace_of(depth: int) -> TracebackType | None:
-    try:
-        if depth:
-            raise KeyError(depth)
-        SyncConfig(wire="int9")  # type: ignore[arg-type]
-    except (ConfigError, KeyError) as error:
-        return error.__traceback__
-    return None
 
 
 def test_an_error_shows_the_lines_of_the_script_only(tmp_path: Path) -> None:
@@ -170,20 +156,3 @@ def end():
 raise ValueError("of the rank")
 """
     assert for_torchrun(script, tmp_path)[0] == "ValueError: of the rank"
-
-
-def test_frames_of_the_library_are_left_out_of_a_traceback() -> None:
-    trace = trace_of(0)
-    names = [frame.name for frame in traceback.extract_tb(without_frames_of_undertow(trace))]
-    assert (names, len(traceback.extract_tb(trace)) > 1) == (["trace_of"], True)
-
-
-def test_a_traceback_without_frames_of_the_library_stays() -> None:
-    trace = trace_of(1)
-    assert without_frames_of_undertow(trace) is trace
-
-
-def test_a_traceback_of_the_library_alone_stays() -> None:
-    trace = trace_of(0)
-    assert trace is not None
-    assert without_frames_of_undertow(trace.tb_next) is trace.tb_next

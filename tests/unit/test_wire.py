@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from undertow import wire as wire_module
-from undertow.plan.layout import equal_parts
-from undertow.ranks.parcels import Encoded
 from undertow.wire import WIRES, BlockInt8, Wire
 
 INT8 = BlockInt8()
@@ -117,14 +115,6 @@ def test_the_least_number_that_a_format_names_arrives_as_zero_and_the_next_does_
     assert (sent(WIRES[name], values).any(), found[1]) == (False, True)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_block_that_is_not_finite_arrives_so_and_others_do_not(bad: float) -> None:
-    values = torch.ones(3 * 512)
-    values[700] = bad
-    finite = sent(INT8, values).isfinite().view(3, -1)
-    assert (finite.all(1).tolist(), finite.any(1).tolist()) == ([True, False, True], [True, False, True])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_values_of_other_dtypes_are_encoded_as_their_32_bits_are(dtype: torch.dtype) -> None:
     values = drawn(1, 300, [1.0, 1e-3]).to(dtype)
@@ -139,29 +129,3 @@ def test_messages_are_added(name: str) -> None:
     total = torch.ones_like(values)
     wire.decode(message, total, adds=True)
     assert torch.equal(total, 1 + sent(wire, values))
-
-
-@given(
-    name=st.sampled_from(list(WIRES)),
-    num_ranks=st.integers(1, 5),
-    narrow_blocks=st.integers(0, 7),
-    wide_numel=st.integers(0, 2000),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
-)
-def test_a_bucket_arrives_in_parts_as_it_does_whole(
-    name: str, num_ranks: int, narrow_blocks: int, wide_numel: int, dtype: torch.dtype
-) -> None:
-    wire, block = WIRES[name], INT8.block
-    narrow_numel = narrow_blocks * block
-    numel = narrow_numel + wide_numel
-    part_numel = -(-numel // (block * num_ranks)) * block
-    storage = drawn(3, numel // block + 1, [1.0, 1e-6]).to(dtype)[:numel]
-    parcel = Encoded(wire, dtype, narrow_numel, equal_parts(num_ranks, part_numel, stop=numel))
-    messages = parcel.messages(storage, lambda numel, dtype: torch.empty(numel, dtype=dtype))
-    arrived = torch.full_like(storage, math.nan)
-    parcel.open(messages, arrived)
-    assert torch.equal(arrived[narrow_numel:], storage[narrow_numel:])
-    assert torch.equal(arrived[:narrow_numel], sent(wire, storage[:narrow_numel].clone(), dtype))
-    assert sum(message.numel() for message in messages) <= (
-        wire.num_bytes(narrow_numel) + wide_numel * dtype.itemsize + 16 * num_ranks
-    )

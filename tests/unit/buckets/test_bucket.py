@@ -1,26 +1,19 @@
-"""What a bucket does with `.grad`, and when it marks its times."""
+"""What a bucket does with `.grad`."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from support.strategies import spec
-from undertow.buckets.bucket import LiveBucket, Shared
 from undertow.buckets.gradients import WholeGradients
 from undertow.buckets.memory import BucketMemory, Copy
-from undertow.buckets.recorder import BucketMarks, Recorder
+from undertow.buckets.recorder import Recorder
 from undertow.buckets.sparse import SparseGradients
-from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import BucketTransfer
 from undertow.device import device_of
 from undertow.plan import plan_from_groups
-from undertow.ranks.dither import Turn
-from undertow.ranks.transport import Handle
-from undertow.schedule import OpKind
 
 
 def made(*sizes: int) -> tuple[list[nn.Parameter], BucketMemory, WholeGradients]:
@@ -149,67 +142,6 @@ def test_a_sparse_gradient_stays_a_tensor_of_merged_rows() -> None:
     assert (rows.is_coalesced(), rows.indices().tolist()) == (True, [[1, 3]])
     gradients.bind(())
     assert layer.weight.grad is rows
-
-
-class _Done:
-    def __init__(self, events: list[str]) -> None:
-        self._events = events
-
-    def wait(self) -> None:
-        self._events.append("wait")
-
-
-class _Transfer(BucketTransfer):
-    sums_trailer = False
-
-    def __init__(self, events: list[str]) -> None:
-        super().__init__(wire_bytes=40)
-        self._events = events
-
-    def start(self, trailer: TrailerCodec, turn: Turn) -> Sequence[Handle]:
-        self._events.append("start")
-        return [Handle(_Done(self._events))]
-
-    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
-        raise NotImplementedError
-
-
-class _Recorder:
-    """Marks are numbers of events."""
-
-    in_backward = frozenset({1, 2})
-
-    def __init__(self, events: list[str]) -> None:
-        self._events = events
-        self.marks = BucketMarks(0, "", ready=None)
-
-    def mark(self) -> int:
-        self._events.append("mark")
-        return len(self._events)
-
-    def ready(self, bucket: int, *, num_bytes: int, kind: str) -> BucketMarks:
-        self.marks = BucketMarks(num_bytes, kind, ready=self.mark())
-        return self.marks
-
-    def completes(self, marks: BucketMarks, handle: Handle) -> None:
-        self._events.append("completes")
-
-
-@pytest.mark.parametrize("is_only", [True, False])
-def test_marks_lie_around_the_start_and_the_wait(is_only: bool) -> None:
-    events: list[str] = []
-    params = [nn.Parameter(torch.zeros(3))]
-    plan = plan_from_groups([spec("one", 3)] * (1 if is_only else 2), [(0,)] if is_only else [(0,), (1,)], num_ranks=2)
-    first, *_ = plan.buckets
-    reducer: Any = SimpleNamespace(group=SimpleNamespace(num_ranks=2, rank=0, names=(0, 1)))
-    recorder: Any = _Recorder(events)
-    gradients = WholeGradients(params, BucketMemory(first, params))
-    bucket = LiveBucket(first, Shared(plan, params, reducer, recorder), gradients, _Transfer(events))
-    bucket.mark_ready()
-    bucket.start(Turn(0))
-    bucket.finish()
-    assert events == ["mark", "mark", "start", "completes", "mark", "wait", "mark"]
-    assert (bucket.kind, bucket.is_completed()) == (OpKind.ALL_REDUCE, True)
 
 
 def test_a_model_that_is_dropped_in_a_backward_is_not_in_one_any_more() -> None:

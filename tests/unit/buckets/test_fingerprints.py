@@ -75,5 +75,5 @@ CUBE = torch.randn(2, 3, 4, 5)
     ],
     ids=["another layout in memory", "no elements", "no dimensions"],
 )
-def test_tensors_that_are_the_same(tensors: list[Tensor]) -> None:
+def test_equal_values_have_one_fingerprint_whatever_their_layout(tensors: list[Tensor]) -> None:
     assert num_different(tensors) == 1

@@ -10,7 +10,7 @@ from undertow.checkpoint.replicated import _Bytes
 
 
 @pytest.mark.parametrize("seed", some(range(20), most=8))
-def test_they_are_the_bytes_of_one_tensor(seed: int) -> None:
+def test_tensors_one_after_another_are_read_and_written_as_the_bytes_of_one(seed: int) -> None:
     chance = random.Random(seed)
     tensors = [torch.randint(256, (chance.randrange(1, 9),), dtype=torch.uint8) for _ in range(chance.randrange(1, 7))]
     whole = torch.cat(tensors)
@@ -28,9 +28,3 @@ def test_they_are_the_bytes_of_one_tensor(seed: int) -> None:
             expected = torch.zeros_like(whole)
             expected[start : start + size] = values[: max(0, whole.nbytes - start)]
             assert torch.equal(torch.cat(written), expected)
-
-
-def test_a_row_has_the_pieces_between_its_ends() -> None:
-    tensors = [torch.full((2,), number, dtype=torch.uint8) for number in range(200)]
-    pieces = list(_Bytes(tensors)._between(101, torch.zeros(4, dtype=torch.uint8)))
-    assert [piece.tolist() for piece, _ in pieces] == [[50], [51, 51], [52]]

@@ -10,7 +10,6 @@ from undertow.buckets.trailer import Reading
 from undertow.engine.agreed_errors import changed_unlike, require_sound
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import Desync, PeerFailed, PlanMismatch
-from undertow.ranks.alike import alike
 
 
 def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
@@ -20,9 +19,9 @@ def round_with(*readings: dict[str, Any], has_failed: bool = False) -> Round:
     return result
 
 
-def of_ranks(number: int, said: str = "") -> Any:
-    """The group of rank 1, whose rank 0 answers so."""
-    watch = SimpleNamespace(ask=lambda mine, **_: alike({0: said, 1: mine}) if said else [])
+def of_ranks(number: int) -> Any:
+    """The group of rank 1, whose other ranks do not answer."""
+    watch = SimpleNamespace(ask=lambda *_, **__: [])
     return SimpleNamespace(name=1, num_ranks=number, names=range(number), watch=watch)
 
 
@@ -106,13 +105,3 @@ def test_parameters_that_changed_on_all_ranks_or_none_are_fine(changed: list[tup
 def test_late_buckets_are_those_of_this_round() -> None:
     readings = [{"flags": {"late": (4, 1)}}, {"flags": {"late": (1, 2)}}, {"flags": {"late": (0,)}, "is_overdue": True}]
     assert (round_with(*readings).found.late_buckets, round_with().found.late_buckets) == ([1, 2, 4], [])
-
-
-def test_where_all_ranks_stand_is_said_by_rank() -> None:
-    this_round = round_with({"ranks_differ": True})
-    text = text_of(Desync, lambda: require_sound(this_round, of_ranks(2, "synchronization 4")))
-    assert text.splitlines()[1:4] == [
-        "  synchronization 5, rank 1",
-        "  rank 0: synchronization 4",
-        "  rank 1: synchronization 5, after an optimizer step",
-    ]

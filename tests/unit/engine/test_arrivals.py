@@ -152,7 +152,9 @@ def after(tracker: Tracker, event: str) -> str:
         ),
     ],
 )
-def test_a_round(schedule: Schedule, buckets: list[tuple[int, ...]], script: list[str]) -> None:
+def test_a_bucket_leaves_when_it_is_full_and_after_those_before_it(
+    schedule: Schedule, buckets: list[tuple[int, ...]], script: list[str]
+) -> None:
     tracker = Tracker(schedule, buckets, num_params=1 + max(map(max, buckets)))
     assert [f"{event}: {after(tracker, event)}".strip() for event, _, _ in (line.partition(":") for line in script)] == script
 
@@ -315,7 +317,9 @@ CALLS: dict[str, Callable[..., Any]] = {
         ),
     ],
 )
-def test_arrivals(buckets: list[tuple[int, ...]], script: list[str]) -> None:
+def test_each_arrival_is_told_once_and_the_last_one_of_a_bucket_fills_it(
+    buckets: list[tuple[int, ...]], script: list[str]
+) -> None:
     heard = Heard(buckets)
     assert [f"{event}: {heard.after(event)}".strip() for event, _, _ in (line.partition(":") for line in script)] == script
 

@@ -278,14 +278,6 @@ def test_a_difference_between_places_is_gathered_when_its_error_is_raised_and_no
         assert (len(gathered), are_sound) == (3, [False])  # the sizes of the lists, and the lists
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_tells_of_a_step_that_is_skipped(rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    judge = NonFinite("skip", rank=rank, find_alone=lambda: None, find_own=lambda _: None)
-    judge.round_ends(a_round(True), PLAN)
-    assert judge.skips(sgd())
-    assert len(caplog.records) == (rank == 0)
-
-
 def test_a_rank_that_skips_its_own_step_tells_it_itself(caplog: pytest.LogCaptureFixture) -> None:
     own = Finding(("first.weight",), (1,), "a step inside accumulate() or no_sync()", is_own=True)
     judge = NonFinite("skip", rank=1, find_alone=lambda: None, find_own=lambda _: own)

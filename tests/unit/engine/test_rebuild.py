@@ -294,13 +294,6 @@ def test_a_change_on_one_rank_is_the_same_error_on_both_in_the_same_step(case: C
     assert at == at_second
 
 
-@pytest.mark.parametrize("change", FROZEN_CHANGES)
-def test_a_change_of_what_is_frozen_on_one_rank_is_the_same_error_on_both(change: str) -> None:
-    (first, at), (second, at_second) = errors_of(Case(change, 1, "ddp", "before the forward", "before the forward"))
-    assert CHANGES[change][1].text(1) in first
-    assert (first, at) == (second, at_second)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("change", FROZEN_CHANGES)
 def test_a_change_of_what_is_frozen_is_followed_once_if_all_ranks_make_it(change: str, strategy: str) -> None:

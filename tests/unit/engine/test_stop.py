@@ -45,10 +45,6 @@ def test_backwards_that_accumulate_tell_nothing() -> None:
     assert found == [[False] * 4 + [True] * 2] * 2
 
 
-def test_without_a_signal_no_rank_stops() -> None:
-    assert ranks_of(2, lambda rank: steps_that_stop(rank, 7, settings={})) == [[False] * 6] * 2
-
-
 def followed(asking: dict[int, int], delays: tuple[int, ...]) -> list[int]:
     """The round after which each rank on a device follows the request.
 

@@ -155,7 +155,7 @@ def test_processor_time_of_buckets_delays_each_bucket_by_those_before_it() -> No
         ),
     ],
 )
-def test_a_plan_by_hand(model: StepModel, groups: Any, finished_us: float | None) -> None:
+def test_the_fastest_plan_is_the_one_that_is_reckoned_by_hand(model: StepModel, groups: Any, finished_us: float | None) -> None:
     best = choice(model).best
     assert (best.groups, best.finish_us if finished_us else None) == (groups, finished_us)
 

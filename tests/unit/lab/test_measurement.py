@@ -132,7 +132,9 @@ RARE = [step(arrivals={1: 310.0, 2: 250.0})] * 4 + [STEP]
         ),
     ],
 )
-def test_what_is_learned(ranks: tuple[list[StepRecord], ...], expected: dict[str, Any]) -> None:
+def test_a_profile_has_the_times_of_typical_steps_without_waits_for_late_ranks(
+    ranks: tuple[list[StepRecord], ...], expected: dict[str, Any]
+) -> None:
     found = measured(*ranks, num_steps=len(ranks[0]))[0].profile
     assert {name: getattr(found, name) for name in expected} == expected
 

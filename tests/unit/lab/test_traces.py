@@ -104,17 +104,6 @@ def test_codings_that_overlap_have_several_tracks() -> None:
     assert names == ["steps", "compute", "gradients", "parameters", "coding", "coding 2"]
 
 
-@pytest.mark.deep
-def test_four_ranks_fifty_steps_and_twenty_buckets_are_a_small_file(tmp_path: Path) -> None:
-    many = tuple(row(index % 2, 1_000.0 * index, 1_000.0 * index + 900, (6e4 + index, 6e4 + index + 0.5)) for index in range(20))
-    for rank in range(4):
-        records = [record(step=step, buckets=many) for step in range(50)]
-        text = text_of(records, rank=rank, ranks=(0, 1, 2, 3))
-        (tmp_path / f"t.rank{rank}.json").write_text(text)
-    merge(tmp_path, tmp_path / "out.json")
-    assert (tmp_path / "out.json").stat().st_size < 20e6  # uncompressed
-
-
 def saved(folder: Path, trace: dict[str, Any], name: str = "trace.rank{}.json.gz") -> Path:
     path = folder / name.format(trace["undertow_trace"]["rank"])
     path.write_bytes(gzip.compress(json.dumps(trace).encode()))

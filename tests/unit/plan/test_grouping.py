@@ -77,7 +77,7 @@ def all_caps(caps: SizeCaps) -> tuple[float, ...]:
 
 
 @given(groupings())
-def test_any_grouping(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
+def test_groups_of_any_model_keep_to_kinds_caps_and_order(grouping: tuple[list[ParamSpec], list[int], SizeCaps]) -> None:
     params, order, caps = grouping
     groups = group_by_size(params, order, caps)
     assert sorted(param for group in groups for param in group) == list(range(len(params)))
@@ -123,7 +123,7 @@ def test_default_caps_grow_from_both_ends(caps: SizeCaps, sizes_mib: list[float]
         *("equal sizes keep the order of registration", "size is in bytes"),
     ],
 )
-def test_an_order(order: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_an_order_is_that_of_registration_of_arrival_or_of_size(order: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert order == expected
 
 
@@ -208,7 +208,7 @@ REVERSE = {
         ),
     ],
 )
-def test_the_buckets_of_a_plan(plan: Plan, buckets: list[tuple[int, ...]]) -> None:
+def test_buckets_follow_the_order_and_the_caps_of_the_settings(plan: Plan, buckets: list[tuple[int, ...]]) -> None:
     assert plan.groups == tuple(buckets)
 
 

@@ -23,7 +23,7 @@ from undertow.plan import (
     plan_from_groups,
     signature_of,
 )
-from undertow.plan.facts import FACTS, FactKind, ranks_differ, trailer_at, with_complements
+from undertow.plan.facts import FACTS, FactKind, ranks_differ
 from undertow.plan.layout import padded_numel
 from undertow.wire import WIRES
 
@@ -77,7 +77,7 @@ def test_a_plan_lays_groups_out_in_their_order() -> None:
         "no parameters",
     ],
 )
-def test_the_slots_of_a_plan(plan: Plan, slots: list[list[tuple[int, ...]]]) -> None:
+def test_parameters_lie_one_after_another_in_their_bucket(plan: Plan, slots: list[list[tuple[int, ...]]]) -> None:
     found = [[(slot.param, slot.start, slot.stop) for slot in bucket.slots] for bucket in plan.buckets]
     assert (found, [len(bucket.trailer.used) for bucket in plan.buckets], [bucket.numel for bucket in plan.buckets]) == (
         slots,
@@ -98,7 +98,7 @@ def test_parameters_of_two_dtypes_do_not_share_a_bucket_where_their_gradients_ha
 
 
 @given(plans())
-def test_any_plan(plan: Plan) -> None:
+def test_a_plan_has_each_parameter_once_and_is_the_same_from_its_text(plan: Plan) -> None:
     read = Plan.from_json(plan.to_json())
     assert read == plan == planned(plan.groups, plan.params, plan.num_ranks)
     for bucket in plan.buckets:
@@ -184,23 +184,6 @@ def ranges_of(trailer: Trailer) -> list[range]:
 
 
 @pytest.mark.parametrize(
-    ("trailer", "ends", "numbers"),
-    [
-        (
-            trailer_at(100, num_slots=3, num_buckets=2, num_ranks=4),
-            (100, 103, 151, 199, 203, 207, 211, 215, 219, 223, 225, 229),
-            range(225, 229),
-        ),
-        (trailer_at(100, num_slots=3), (100, 103, 151), range(151, 151)),
-    ],
-    ids=["the last bucket's", "another one's, without facts"],
-)
-def test_a_trailer(trailer: Trailer, ends: tuple[int, ...], numbers: range) -> None:
-    assert ranges_of(trailer) == [range(*of) for of in pairwise(ends)]
-    assert (trailer.stop, trailer.numbers) == (ends[-1], numbers)
-
-
-@pytest.mark.parametrize(
     ("numel", "itemsize", "num_ranks", "padded"),
     [(0, 4, 2, 0), (1, 4, 1, 4), (4, 4, 1, 4), (5, 4, 3, 12), (1, 2, 2, 8), (1, 1, 1, 16), (1, 16, 3, 3), (9, 8, 4, 12)],
 )
@@ -245,12 +228,6 @@ def test_any_difference_of_any_rank_is_seen(ranks: list[tuple[int, int]], are_al
         ranks = ranks[:1] * len(ranks)
     signatures = [bits_of(signature_of(generation=generation, mode=mode)) for generation, mode in ranks]
     assert ranks_differ(summed(signatures)) == (len(set(ranks)) > 1)
-
-
-@given(st.lists(st.none() | st.integers(0, 2**24 - 1), min_size=1, max_size=9))
-def test_digests_of_ranks_differ_unless_a_rank_accepts_the_others(ranks: list[int | None]) -> None:
-    digests = [bits_of(with_complements(digest)) for digest in ranks]
-    assert ranks_differ(summed(digests)) == (len({digest for digest in ranks if digest is not None}) > 1)
 
 
 # Sizes around the borders of blocks.

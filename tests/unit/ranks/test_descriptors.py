@@ -48,15 +48,6 @@ def test_groups_that_connect_late_need_no_limit(setting: str, is_told: bool, mon
     assert bool(why_too_few(498, rank=0)) is is_told
 
 
-@TELLS
-def test_open_files_are_counted() -> None:
-    before = num_open_descriptors()
-    read, write = os.pipe()
-    assert num_open_descriptors() == before + 2
-    os.close(read)
-    os.close(write)
-
-
 def wraps_a_model(rank: Rank) -> None:
     """On rank 1 few files may be open: enough for the ring, and not for a group."""
     import resource  # Windows lacks it

@@ -1,11 +1,10 @@
 """Reduce-scatter, all-gather and an all-reduce in rank order, posted and native, beside a chain of adds on one rank."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import count, takewhile
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from support.models import noise
 from support.ranks import in_ranks
 from support.sharded import chain
 from undertow.config import SyncConfig
-from undertow.device import MAKERS, Accelerator
 from undertow.plan.layout import equal_parts
 from undertow.ranks import posted_messages
 from undertow.ranks.backend_collectives import BackendCollectives
@@ -304,93 +302,6 @@ def test_an_all_reduce_behind_a_reduction_is_over_what_that_brings(kind: str, dt
     for exchanges, of in ((first, inside), (second, across)):
         exchanges.close()
         of.close()
-
-
-class Streams(Accelerator):
-    """An accelerator whose tensors are the host's, and whose streams have names. It notes what happens on which stream."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.now = "caller"
-        self.noted: list[tuple[str, str, object]] = []
-
-    def note(self, event: str, of: object) -> None:
-        self.noted.append((self.now, event, of))
-
-    def new_stream(self) -> Any:
-        return "side"
-
-    @contextlib.contextmanager
-    def use(self, stream: Any) -> Iterator[None]:
-        before, self.now = self.now, stream
-        yield
-        self.now = before
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        self.note("keep", tensor.data_ptr())
-        return tensor
-
-    def launching(self, name: str) -> Callable[..., Any]:
-        """The method of that name of groups, and notes."""
-        start = getattr(OwnGroup, name)
-
-        def launch(group: OwnGroup, into: Tensor, sent: Tensor, *sizes: list[int]) -> Any:
-            self.note("launch", name)
-            self.note("written", into.data_ptr())
-            self.note("read", sent.data_ptr())
-            work = start(group, into, sent, *sizes)
-            return SimpleNamespace(wait=lambda: (self.note("wait", name), work.wait()))
-
-        return launch
-
-
-@contextlib.contextmanager
-def noting(streams: Streams) -> Iterator[None]:
-    """Notes launches and waits of the collectives that exchanges are made of, and the memory that they read and write."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(MAKERS, cpu=lambda _: streams))
-        for name in ("exchange", "gather_parts", "scatter_sum"):
-            stack.enter_context(mock.patch.object(OwnGroup, name, streams.launching(name)))
-        yield
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("wire", [None, "int8"])
-def test_the_callers_stream_waits_for_no_half_of_an_all_reduce(wire: str | None) -> None:
-    """And all memory that two streams use is kept until the last one of them has waited."""
-    numel, given = 4 * 512, [noise(4 * 512, rank=peer) for peer in range(2)]
-    parts = equal_parts(2, 2 * 512, stop=numel)
-    parcel = FullWidth(parts) if wire is None else Encoded(WIRES[wire], torch.float32, numel, parts, is_host=False)
-    streams, mine = Streams(), given[dist.get_rank()].clone()
-    with noting(streams), exchanging("native in order") as exchanges:
-        handle = exchanges.all_reduce(mine, parcel)
-        assert [it for it in streams.noted if it[1] in ("launch", "wait")] == [
-            ("caller", "launch", "exchange"),
-            ("side", "wait", "exchange"),
-            ("side", "launch", "gather_parts"),
-        ]
-        (received, returned), (sent, own) = ([it[2] for it in streams.noted if it[1] == kind] for kind in ("written", "read"))
-        kept_there = {it[2] for it in streams.noted if it[:2] == ("side", "keep")}
-        assert {sent, received} <= kept_there
-        streams.now = "waiter"
-        handle.wait()
-        assert ("waiter", "wait", "gather_parts") in streams.noted
-        assert {own, returned} <= {it[2] for it in streams.noted if it[:2] == ("waiter", "keep")}
-    if wire is None:
-        assert torch.equal(mine, chain(given) / 2)
-
-
-@in_ranks(2)
-@pytest.mark.parametrize("kind", ["native", "native in order"])
-def test_no_stream_waits_when_a_reduce_scatter_starts(kind: str) -> None:
-    given, streams = [noise(8, rank=peer) for peer in range(2)], Streams()
-    mine, shard = given[dist.get_rank()].clone(), torch.empty(3)
-    with noting(streams), exchanging(kind) as exchanges:
-        handle = exchanges.reduce_scatter(mine, shard, whole(2, 3), trailer=mine[6:])
-        assert "wait" not in {event for _, event, _ in streams.noted}
-        handle.wait()
-    start = 3 * dist.get_rank()
-    assert torch.equal(shard, chain(given)[start : start + 3] / 2)
 
 
 @in_ranks(2)

@@ -71,14 +71,6 @@ def test_the_limit_is_for_the_whole_token(
     assert entrance[0]._unproven == {}
 
 
-@pytest.mark.parametrize("words", [b"A token", b"GET / HTTP/1.1\r\n\r\n"], ids=ascii)
-def test_another_token_is_no_token(words: bytes, entrance: Any, opened: contextlib.ExitStack) -> None:
-    link = opened.enter_context(socket.create_connection(entrance[1]))
-    link.sendall(words)
-    serve_until_closed(entrance[0], link)
-    require_done(*entrance, opened)
-
-
 def test_the_first_bytes_of_a_token_tell_nothing(entrance: Any, opened: contextlib.ExitStack) -> None:
     right, wrong = (opened.enter_context(socket.create_connection(entrance[1])) for _ in range(2))
     right.sendall(b"a tok")

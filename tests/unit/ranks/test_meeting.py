@@ -31,7 +31,6 @@ class Counted:
     def __init__(self) -> None:
         self._store = dist.HashStore()
         self.num_asked, self.longest = Counter[str](), 0
-        self.num_asked_at = Counter[str]()  # by place
         self.num_written = 0  # bytes of keys and values
         self.answers_after_s = 0.0
         self.keys = set[str]()
@@ -42,7 +41,6 @@ class Counted:
         time.sleep(self.answers_after_s)
         with self._lock:
             self.num_asked[name] += 1
-            self.num_asked_at[_place_of(key)] += 1
             self.longest = max(self.longest, len(key), len(value))
             if name in ("add", "set"):
                 self.keys.add(key)
@@ -79,11 +77,6 @@ class Counted:
         with self._lock:
             self.keys.discard(key)
         return self._store.delete_key(key)
-
-
-def _place_of(key: str) -> str:
-    """Returns the place of a meeting whose key it is, as in undertow/ring/NAME/1/group/0."""
-    return "/".join(key.split("/")[3:5])
 
 
 @pytest.fixture
@@ -149,16 +142,6 @@ def all_start(num_ranks: int, late: Callable[[], object] = int) -> None:
 def test_ranks_that_start_together_ask_the_store_few_times(store: Counted) -> None:
     all_start(16)
     assert sum(store.num_asked.values()) <= NUM_NEEDED_OF_16 + 3 * 60  # three places, where each may wait for a slow one
-
-
-@pytest.mark.deep
-def test_a_late_rank_costs_the_store_few_requests(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of 16 ranks is seven seconds late, for those that wait."""
-    monkeypatch.setattr(meeting, "time", Mock(monotonic=lambda: 10 * time.monotonic(), sleep=time.sleep))
-    all_start(16, late=lambda: time.sleep(0.7))
-    # Texts, counts and the end; a rank reads the texts of its two neighbors. Each text is deleted, and the counter and the end.
-    assert store.num_asked_at["1/at"] <= (16 + 16 + 1 + 2 * 16) + 16 + 2 + 60
-    assert sum(store.num_asked.values()) <= NUM_NEEDED_OF_16 + 3 * 60
 
 
 @pytest.mark.waits

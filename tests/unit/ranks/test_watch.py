@@ -20,7 +20,6 @@ from undertow.buckets import comm_hook
 from undertow.ranks import faults, patience
 from undertow.ranks.connections import Connection
 from undertow.ranks.guard import Guard
-from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.threads import Worker, end_workers
 from undertow.ranks.watch import Ring, Watch
 
@@ -110,15 +109,6 @@ def test_a_machine_that_does_not_answer_is_a_lost_rank_with_a_reason() -> None:
     ring.hear(source, [], is_connected=False)
     assert ring.fault is not None
     assert ring.fault.what == "rank 0 is gone: its machine has not answered for 10 s."
-
-
-def test_a_watch_that_knows_nothing_has_what_a_watch_has() -> None:
-    null = NullWatch()
-    with null.waiting("bucket 3"):
-        null.check()
-    null.fail(ValueError("row 7 has no label"))
-    null.leave(None)
-    assert (null.ask("here"), null.fault) == ([], None)
 
 
 def test_a_rank_that_raises_an_error_of_the_library_leaves_with_it_once(alone: Watch) -> None:

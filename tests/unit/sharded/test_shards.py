@@ -76,7 +76,7 @@ def linear() -> nn.Linear:
     return layer
 
 
-def test_it_looks_like_the_gradient() -> None:
+def test_a_placeholder_looks_like_the_gradient() -> None:
     grad = linear().weight.grad
     assert (grad.shape, grad.dtype, grad.device.type, repr(grad)) == (
         (2, 3),
@@ -101,7 +101,7 @@ def test_it_looks_like_the_gradient() -> None:
         pytest.param(lambda layer: torch.optim.AdamW(layer.parameters(), fused=True).step(), id="fused optimizer"),
     ],
 )
-def test_every_use_raises_with_the_way_out(use: Callable[[nn.Linear], object]) -> None:
+def test_every_use_of_a_placeholder_raises_with_the_way_out(use: Callable[[nn.Linear], object]) -> None:
     layer = linear()
     before = layer.weight.detach().clone()
     with pytest.raises(ShardedGradientError, match=rf"is sharded: no rank has all of it\.\n.*\n  {re.escape(REMEDY)}\n"):
@@ -115,7 +115,7 @@ def test_the_error_names_the_parameter_and_the_operation() -> None:
     )
 
 
-def test_a_later_backward_adds_to_it() -> None:
+def test_a_later_backward_adds_to_a_placeholder() -> None:
     layer, bare = linear(), nn.Linear(3, 2)
     bare.load_state_dict(layer.state_dict())
     held = layer.weight.grad
@@ -126,7 +126,7 @@ def test_a_later_backward_adds_to_it() -> None:
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_zeroing_clears_it(foreach: bool) -> None:
+def test_zeroing_clears_a_placeholder(foreach: bool) -> None:
     layer = linear()
     layer(torch.ones(1, 3)).sum().backward()
     torch.optim.SGD(layer.parameters(), foreach=foreach).zero_grad(set_to_none=False)

@@ -160,7 +160,7 @@ class Counted(Measured):
 
 
 @pytest.mark.parametrize("num_ranks", some([1024, 16_384], most=1))
-def test_one_large_matrix_of_a_thousand_ranks(num_ranks: int) -> None:
+def test_one_large_matrix_costs_each_of_a_thousand_ranks_a_few_times_its_bytes(num_ranks: int) -> None:
     """Its owner and two others: what they send and receive is a few times the matrix, and not a thousand times."""
     network = Network()
     (bucket,) = plan_from_groups(matrices(1, (1024, 2048)), [(0,)], num_ranks=num_ranks).buckets

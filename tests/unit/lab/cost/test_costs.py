@@ -55,7 +55,7 @@ def us(costs: Costs, kind: str, num_bytes: float = 1200) -> float:
     ],
     ids=["ring", "one rank", "nodes"],
 )
-def test_cost_of_1200_bytes(costs: Costs, expected: tuple[float, ...]) -> None:
+def test_rings_and_nodes_cost_their_hops_and_their_bytes(costs: Costs, expected: tuple[float, ...]) -> None:
     # Floats of a dozen operations: 1e-12 is a thousand units in the last place.
     assert tuple(us(costs, kind) for kind in KINDS) == pytest.approx(expected, rel=1e-12)
 
@@ -236,7 +236,7 @@ curves = (
         ),
     ],
 )
-def test_the_cost_of_a_size(points: Points, sizes: Any, expected_us: Any) -> None:
+def test_costs_between_and_beyond_the_measured_sizes_lie_on_their_lines(points: Points, sizes: Any, expected_us: Any) -> None:
     assert CostCurve(points=points).us(sizes) == pytest.approx(np.array(expected_us), rel=1e-9)
 
 
@@ -329,7 +329,7 @@ NETWORK_NODES = {"per_node": 8, "inside": "900gbit,2us"}
         ),
     ],
 )
-def test_a_name_means_these_costs(one: Costs, other: Costs) -> None:
+def test_a_named_network_costs_what_its_links_do(one: Costs, other: Costs) -> None:
     for kind in KINDS:
         assert one.collective_us(kind, NETWORK_SIZES).tolist() == other.collective_us(kind, NETWORK_SIZES).tolist()
 
@@ -419,7 +419,7 @@ PLAIN = Link(name="plain", hop_s=1000.0, bytes_per_s=1.0)
         *((kind, 1, 0) for kind in sorted(COLLECTIVES)),
     ],
 )
-def test_cost_of_twelve_bytes(kind: str, num_ranks: int, seconds: float) -> None:
+def test_each_collective_costs_its_hops_and_its_bytes(kind: str, num_ranks: int, seconds: float) -> None:
     assert collective_seconds(PLAIN, kind, num_bytes=12, num_ranks=num_ranks) == seconds
 
 
@@ -442,8 +442,3 @@ def test_a_rate_names_an_ethernet_link_and_may_have_a_latency(text: str, hop_s: 
         pytest.approx(hop_s, rel=1e-15),
         pytest.approx(line_rate * 0.956, rel=1e-15),
     )
-
-
-def test_no_link_costs_nothing() -> None:
-    link = link_from_text("none")
-    assert collective_seconds(link, "all_reduce", num_bytes=10**9, num_ranks=8) == 0

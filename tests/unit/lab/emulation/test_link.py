@@ -168,7 +168,9 @@ LINK = Link(name="slow", hop_s=1.0, bytes_per_s=10.0)
         ),
     ],
 )
-def test_stretches_on_a_link(link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]) -> None:
+def test_a_link_carries_one_thing_after_another_and_a_burst_after_a_rest(
+    link: Link, burst_bytes: int, sent: list[tuple[float, float, float, tuple[float, float]]]
+) -> None:
     way = EmulatedLink(link, burst_bytes=burst_bytes).way_in
     assert [way.reserve(ready_s=ready_s, bytes_s=bytes_s, latency_s=latency_s) for ready_s, bytes_s, latency_s, _ in sent] == [
         stretch for *_, stretch in sent

@@ -267,21 +267,6 @@ def test_a_damaged_folder_is_refused_and_nothing_is_written(damage: str, run: Pa
     assert sorted(path.name for path in run.iterdir()) == before
 
 
-def test_a_page_that_cannot_be_written_is_refused_and_the_old_one_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (run / "report.html").write_text("old")
-
-    def refuse(path: Path, *_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "write_bytes", refuse)  # as in a folder that may not be written to; root may write everywhere
-    assert refusal(lambda: save_pages(run, run)) == (
-        f"'{run / 'report.html'}' cannot be written: Permission denied.\n  undertow report {run}\n"
-        "  Give a path in a folder that exists, is writable and has space."
-    )
-    monkeypatch.undo()
-    assert ((run / "report.html").read_text(), [path.name for path in run.iterdir() if path.name.startswith(".")]) == ("old", [])
-
-
 def test_a_missing_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert refusal(lambda: write_page(of_rank(0), tmp_path / "it.html")) == (
