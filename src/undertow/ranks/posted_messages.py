@@ -37,8 +37,8 @@ _MOST_SENT_WHOLE = 1 << 14  # bytes of a tensor that a rank sends whole to all o
 # than a second message.
 _MOST_COPIED = 1 << 16
 _LEAST_PART = 8  # elements of a sum
-# Gathers of more ranks are passed on, if no message has more bytes: sending it takes longer than
-# the processor time of a message then.
+# Gathers of more ranks are passed on, unless a rank's message has more bytes: it takes longer to
+# send than the processor time of a message, and each round waits for the one before.
 _MOST_DIRECT_RANKS = 8
 _MOST_PASSED_ON = 1 << 16
 
