@@ -1,7 +1,8 @@
 """python -m benchmarks.many_ranks: processor time of a step on many ranks of this machine, compared with torch DDP's.
 
 All threads of a process count: over gloo other threads send, receive, encode and add. With --collectives, shards also travel by
-gloo's own reduce-scatter and all-gather, instead of direct messages.
+gloo's own reduce-scatter and all-gather, instead of direct messages. With --coding it measures only how long a rank of so many
+encodes, adds up and decodes a bucket in int8, in one process and without messages.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from statistics import median
 from unittest import mock
 
@@ -17,14 +19,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.ranks import run_ranks
 from undertow import DistributedDataParallel, SyncConfig, shard_optimizer
+from undertow.plan.layout import equal_parts, round_up
+from undertow.ranks.dither import Rounding, Turn
 from undertow.ranks.group import BACKENDS, Abilities
+from undertow.ranks.parcels import ALIGN_BYTES, Encoded
+from undertow.wire import WIRES
 
 WIDTH, NUM_LAYERS, CAP_MB = 256, 6, 1.0  # 0.4 M parameters in two buckets
 NUM_ROUNDS, NUM_STEPS, NUM_FIRST_STEPS = 7, 8, 8
+BUCKET_NUMEL, NUM_CODINGS = 25 * 2**20 // 4, 15
 TORCH = "torch DDP"
 SYSTEMS = (TORCH, "plain", "zero1", "int8")
 COLLECTIVES = "zero1, collectives"
@@ -80,11 +87,44 @@ def measure(_rank: int, systems: Sequence[str]) -> dict[str, list[float]]:
     return dict(zip(systems, (medians / dist.get_world_size()).tolist(), strict=True))
 
 
+def coding_ms(num_ranks: int) -> float:
+    """Returns the milliseconds in which a rank encodes a bucket, adds up its part of all ranks, and decodes all means."""
+
+    @cache  # memory for messages is kept from step to step
+    def room(numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    wire, numel = WIRES["int8"], BUCKET_NUMEL
+    parts = equal_parts(num_ranks, round_up(-(-numel // num_ranks), wire.block), stop=numel)
+    parcel = Encoded(wire, torch.float32, numel, parts)
+    parcel = parcel.dithered(Turn(1), Rounding.OWN, rank=0, device=torch.device("cpu"))
+    values, mean = torch.randn(numel), torch.empty(len(parts[0]))
+    messages = parcel.messages(values, room)
+    size = messages[0].numel()
+    arrived = torch.zeros(num_ranks, round_up(size, ALIGN_BYTES), dtype=torch.uint8)[:, :size]
+    received = list(arrived.copy_(messages[0].expand_as(arrived)).unbind())
+    times_ms = []
+    for _ in range(NUM_CODINGS):
+        start_s = time.process_time()
+        messages = parcel.messages(values, room)
+        parcel.add_up(received, 0, into=mean)
+        parcel.write(mean.div_(num_ranks), 0, messages[0])
+        parcel.open(messages, values)
+        times_ms.append((time.process_time() - start_s) * 1e3)
+    return median(times_ms)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.many_ranks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=16, help="processes of this machine, 150 MB each (default: 16)")
     parser.add_argument("--collectives", action="store_true", help="also measure shards by gloo's own collectives")
+    parser.add_argument("--coding", type=int, nargs="+", metavar="RANKS", help="the coding of a bucket, of so many ranks")
     given = parser.parse_args()
+    if given.coding:
+        torch.set_num_threads(1)
+        for num_ranks in given.coding:
+            Console().print(f"{num_ranks} ranks: {coding_ms(num_ranks):.1f} ms for a bucket of 25 MiB in int8")
+        return
     systems = (*SYSTEMS, COLLECTIVES) if given.collectives else SYSTEMS
     found: dict[str, list[float]] = run_ranks(measure, given.ranks, systems)
     table = Table(title=f"processor time of a step, mean of {given.ranks} ranks")

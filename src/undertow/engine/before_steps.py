@@ -127,7 +127,7 @@ class BeforeSteps(StepListener):
             current_plan.is_stale = True
             # parameters that no forward has found
             progress.is_owed |= current_plan.change is not None
-        progress.is_owed &= engine.needs_others
+        progress.is_owed = progress.is_owed and engine.needs_others
         is_due = progress.is_owed and engine.synchronizes
         if is_due and not (is_up_to_date and current_plan.has_result):
             is_late = reader is not None and progress.accumulated is Accumulated.GRADIENTS

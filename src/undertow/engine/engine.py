@@ -267,16 +267,16 @@ class Engine(BackwardListener):
         With several models in one backward all launch, then all wait, each until its turn.
         """
         ending, turn = self.rounds.now, self.current_plan.turn
-        if ending is None or ending.stage is None:
-            turn.ends()
-            return
-        if turn.has_come:
+        if ending is not None and ending.stage is not None and turn.has_come:
             try:
                 self.rounds.advance(ending)
             except BaseException:
                 self.siblings.finish_rounds()
                 raise
-        private.call_after_backward(self._wait_after_others)
+        if ending is None or ending.stage is None:
+            turn.ends()
+        else:
+            private.call_after_backward(self._wait_after_others)
 
     # Calls of users, and of the object that they hold.
 

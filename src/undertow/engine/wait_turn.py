@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from itertools import count
 from typing import ClassVar
@@ -19,27 +18,29 @@ class WaitTurn:
     """
 
     _numbers: ClassVar[Iterator[int]] = count()
-    _all: ClassVar[weakref.WeakSet[WaitTurn]] = weakref.WeakSet()
+    # By the number of an engine that waits, the backward after which it does.
+    _waiting: ClassVar[dict[int, int]] = {}
 
     def __init__(self) -> None:
         self.number = next(self._numbers)  # in the order of construction
-        self._backward = -1  # the one after which its engine waits
-        self._all.add(self)
 
     def begins(self) -> None:
         """Called when a backward ends, before any engine waits."""
-        self._backward = private.graph_task_id()
+        self._waiting[self.number] = private.graph_task_id()
 
     def ends(self) -> None:
         """Called when the round of that backward has ended.
 
         Need not be called after an error: torch never gives another backward the same id.
         """
-        self._backward = -1
+        self._waiting.pop(self.number, None)
 
     @property
     def has_come(self) -> bool:
         """True unless an engine that was made earlier still waits after this backward."""
-        backward = private.graph_task_id()
-        earlier = [turn for turn in list(self._all) if turn.number < self.number]
-        return all(turn._backward != backward for turn in earlier)
+        this = private.graph_task_id()
+        # Another thread may run a backward, and change these.
+        for number, backward in tuple(self._waiting.items()):
+            if number < self.number and backward == this:
+                return False
+        return True

@@ -100,6 +100,7 @@ class InnerOptimizer:
         self.sharding, self._cls = sharding, cls
         self.parts: dict[Tensor, ShardPart] = {}  # by identity of the parameter
         self.owned: list[_Owned] = []  # those with elements
+        self.stepped: set[int] = set()  # by id, those that have stepped since this was made
         params = chain.from_iterable(group["params"] for group in groups)
         present = [sharding.parts[param].bucket for param in params if param in sharding.parts]
         self._flats = [sharding.flats[bucket] for bucket in dict.fromkeys(present)]
@@ -212,9 +213,10 @@ class InnerOptimizer:
         for place, group in zip(self._places, self.optimizer.param_groups, strict=False):
             for name, value in hyper_parameters(groups[place]).items():
                 group[name] = value.clone() if isinstance(value, Tensor) else value
-        grads = self.sharding.gradients([owned.param for owned in self.owned])
+        grads = self.sharding.gradients([owned.part for owned in self.owned])
         for owned, grad in zip(self.owned, grads, strict=True):
-            owned.use_loaded()
+            if owned.waiting or owned.loaded:
+                owned.use_loaded()
             if grad is not None and owned.part.owner is not None:
                 grad = grad.as_strided(owned.target.shape, owned.target.stride())
             owned.target.grad = None if grad is None else grad.to(owned.target.dtype)

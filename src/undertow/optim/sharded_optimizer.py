@@ -173,7 +173,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         if numbers.is_on and numbers.skips(self):  # on every rank
             return loss
         inner, params = self._begin(), list(params_of(self))
-        inner.sharding.require_synchronized(params)
+        outside: list[Tensor] = []
+        if len(params) > len(inner.parts):
+            outside = [param for param in params if param not in inner.parts]
+        inner.sharding.require_synchronized(inner.parts.values(), outside)
         with self._sharded_steps.update(inner.sharding, self):
             inner.step(self.param_groups, self.state)
             for param in params:
@@ -181,7 +184,9 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
                     # On ranks without a part too: torch.distributed.checkpoint steps an optimizer
                     # that has no state.
                     self.state.setdefault(param, {})
-                    self._stepped[param] = None
+                    if id(param) not in inner.stepped:
+                        inner.stepped.add(id(param))
+                        self._stepped[param] = None
         return loss
 
     @private.untraced
@@ -349,9 +354,10 @@ class ShardedOptimizer(ZeroesWithoutReading, torch.optim.Optimizer):
         # Users may have put other parameters into the groups, or in another order.
         present = [list(map(id, group["params"])) for group in self.param_groups]
         before = [list(map(id, params)) for params in self._grouped]
+        has_other_params = False
         if present != before:
             require_params_of_the_model(self, self._sync)
-        has_other_params = self._sharded_steps.are_others(present, before)
+            has_other_params = self._sharded_steps.are_others(present, before)
         if has_other_params:
             if self.optimizer_class in NEED_WHOLE:
                 # Raises its own errors, such as Muon's for vectors, on ranks without them too.

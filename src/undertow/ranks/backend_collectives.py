@@ -17,6 +17,7 @@ from undertow.ranks.exchange_messages import (
     Arriving,
     ExchangeStage,
     Gathering,
+    Hop,
     Recut,
     Wait,
     adjacent,
@@ -172,6 +173,9 @@ class BackendCollectives:
         to, of = (list(map(len, parts)) for parts in (recut.to, recut.of))
         received, sent = recut.received[: sum(of)], recut.sent[: sum(to)]
         recut.works.append(self.group.exchange(received, sent, of, to))
+
+    def send_hop(self, gathering: Gathering, hop: Hop, tag: int) -> None:
+        """Is never called: the backend's collectives pass on by themselves."""
 
     def send_to_all(self, gathering: Gathering, tag: int) -> None:
         sent, sizes, flat = gathering.own, list(gathering.sizes), gathering.flat

@@ -4,6 +4,7 @@ Wait       the end of a stage of an exchange, and the next stage
 Arriving   one message from each rank
 Recut      elements that move from the parts of some ranks to the parts of others
 Gathering  a message of each rank that goes to all ranks
+Hop        a round of a gather whose messages are passed on
 Borrowed   memory for messages
 
 An exchange is a chain of stages. A stage returns the messages to wait for, and the next stage; the
@@ -89,11 +90,51 @@ class Recut:
 
 
 @dataclass(frozen=True, slots=True)
+class Hop:
+    """A round of a gather whose messages are passed on: this rank sends what it has to one rank,
+    and receives what it lacks from another one."""
+
+    to: int
+    of: int
+    sent: Sequence[Tensor]  # one or two pieces of the memory, not empty
+    received: Sequence[Tensor]
+    works: list[Work] = field(default_factory=list)  # of the receives
+
+
+def hops_between(flat: Tensor, places: Sequence[range], *, rank: int) -> list[Hop]:
+    """Returns the rounds in which a rank gets the messages of all, which lie side by side at
+    `places` of `flat`.
+
+    After k rounds it has those of 2^k ranks, from its own on (Bruck's algorithm).
+    """
+    num_ranks, num_held = len(places), 1
+    hops: list[Hop] = []
+    while num_held < num_ranks:
+        num_more = min(num_held, num_ranks - num_held)
+        to, of = (rank - num_held) % num_ranks, (rank + num_held) % num_ranks
+        sent = _messages_from(rank, num_more, flat, places)
+        hops.append(Hop(to, of, sent, _messages_from(of, num_more, flat, places)))
+        num_held += num_more
+    return hops
+
+
+def _messages_from(first: int, number: int, flat: Tensor, places: Sequence[range]) -> list[Tensor]:
+    """Returns the memory of this number of messages from `first` on; rank 0 follows the last."""
+    num_beyond = max(0, first + number - len(places))
+    last = first + number - num_beyond - 1
+    pieces = [flat[places[first].start : places[last].stop]]
+    if num_beyond:
+        pieces.append(flat[places[0].start : places[num_beyond - 1].stop])
+    return [piece for piece in pieces if piece.numel()]
+
+
+@dataclass(frozen=True, slots=True)
 class Gathering:
     """A message of each rank that goes to all ranks; the carrier sends `own` when it is written.
 
     If the messages differ much in length, each rank receives an equal piece of all of them, and
-    sends it to all: `pieces` is this gather, and `recut` brings the pieces.
+    sends it to all: `pieces` is this gather, and `recut` brings the pieces. Small messages of many
+    ranks are passed on, in `hops`.
     """
 
     own: Tensor  # memory for this rank's message
@@ -105,6 +146,7 @@ class Gathering:
     group: dist.ProcessGroup | None = None  # held until the messages have arrived
     pieces: "Gathering | None" = None
     recut: Recut | None = None
+    hops: Sequence[Hop] = ()
 
 
 @dataclass(frozen=True, slots=True)

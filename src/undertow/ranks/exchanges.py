@@ -12,6 +12,7 @@ Reasons: docs/design/exchanges.md.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import TypeAlias
 
@@ -290,8 +291,8 @@ class Exchanges:
         return carrier.start(post)
 
     def _send_to_all(self, arriving: Gathering, tag: int, then: Task) -> Wait:
-        """Sends this rank's message of a gather, all of it or in pieces, and reads all messages
-        with `then` at the end."""
+        """Sends this rank's message of a gather, all of it, in pieces or in hops, and reads all
+        messages with `then` at the end."""
         carrier, pieces, recut = self.carrier, arriving.pieces, arriving.recut
 
         def end() -> None:
@@ -300,6 +301,8 @@ class Exchanges:
             if pieces is not None:
                 carrier.give_back(pieces.held)
 
+        if arriving.hops:
+            return self._hop(arriving, 0, tag, end)
         if pieces is None or recut is None:
             carrier.send_to_all(arriving, tag)
             return Wait(arriving.works, end, is_in_turn=False)
@@ -310,6 +313,15 @@ class Exchanges:
 
         carrier.send_recut(recut, tag)
         return Wait(recut.works, pass_on, is_last=False, is_in_turn=False)
+
+    def _hop(self, arriving: Gathering, number: int, tag: int, end: Task) -> Wait:
+        """Passes on the messages that are here, in this round and those that follow."""
+        hop, is_last = arriving.hops[number], number == len(arriving.hops) - 1
+        self.carrier.send_hop(arriving, hop, tag)
+        if is_last:
+            return Wait([*hop.works, *arriving.works], end, is_in_turn=False)
+        further = partial(self._hop, arriving, number + 1, tag, end)
+        return Wait(hop.works, further, is_last=False, is_in_turn=False)
 
     def release(self) -> None:
         """Frees the memory that is kept for later messages."""

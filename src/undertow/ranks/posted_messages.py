@@ -19,11 +19,13 @@ from undertow.ranks.exchange_messages import (
     Borrowed,
     ExchangeStage,
     Gathering,
+    Hop,
     Recut,
     Wait,
     adjacent,
     aligned_sizes,
     are_uneven,
+    hops_between,
 )
 from undertow.ranks.handle import Handle, ThreadWork, Work
 from undertow.ranks.parcels import ALIGN_BYTES, Parcel, sum_in_order
@@ -35,6 +37,10 @@ _MOST_SENT_WHOLE = 1 << 14  # bytes of a tensor that a rank sends whole to all o
 # than a second message.
 _MOST_COPIED = 1 << 16
 _LEAST_PART = 8  # elements of a sum
+# Gathers of more ranks are passed on, unless a rank's message has more bytes: it takes longer to
+# send than the processor time of a message, and each round waits for the one before.
+_MOST_DIRECT_RANKS = 8
+_MOST_PASSED_ON = 1 << 16
 
 
 class PostedMessages:
@@ -215,7 +221,7 @@ class PostedMessages:
         places = torch.split(memory, rooms)
         messages = [place[:size] for place, size in zip(places, sizes, strict=True)]
         gathering = Gathering(messages[self.group.rank], messages, held=[memory], group=over)
-        return self._in_pieces_in_place(gathering, memory, adjacent(rooms))
+        return self._on_its_way(gathering, memory, adjacent(rooms))
 
     def prepare_parts(
         self, flat: Tensor, parts: Sequence[range], *, over: dist.ProcessGroup | None
@@ -227,19 +233,20 @@ class PostedMessages:
         whole = flat[: parts[-1].stop]
         messages = torch.split(whole, list(map(len, parts)))
         gathering = Gathering(messages[self.group.rank], messages, group=over)
-        return self._in_pieces_in_place(gathering, whole, parts)
+        return self._on_its_way(gathering, whole, parts)
 
-    def _in_pieces_in_place(
-        self, gathering: Gathering, flat: Tensor, places: Sequence[range]
-    ) -> Gathering:
+    def _on_its_way(self, gathering: Gathering, flat: Tensor, places: Sequence[range]) -> Gathering:
         """Has messages that lie at these places of `flat` travel in equal pieces, if they differ
-        much.
+        much, and in hops, if they are many and small.
 
         A piece arrives in place, also where this rank's message lies, which it has sent by then.
         """
-        if not are_uneven(places):
-            return gathering
         rank, over = self.group.rank, gathering.group
+        if not are_uneven(places):
+            most_bytes = flat.itemsize * max(map(len, places))
+            if len(places) <= _MOST_DIRECT_RANKS or most_bytes > _MOST_PASSED_ON:
+                return gathering
+            return replace(gathering, hops=hops_between(flat, places, rank=rank))
         pieces = equal_parts(len(places), -(-flat.numel() // len(places)), stop=flat.numel())
         messages = [flat[piece.start : piece.stop] for piece in pieces]
         own = flat[places[rank].start : places[rank].stop]
@@ -260,7 +267,24 @@ class PostedMessages:
             self.receive(gathering.pieces, tag + 1)
             return
         group = gathering.group or self.group.process_group
-        gathering.works.extend(self.group.receive(gathering.messages, tag, group))
+        for hop in gathering.hops:
+            for number, piece in enumerate(hop.received):
+                only = self._only(piece, hop.of)
+                hop.works.extend(self.group.receive(only, tag + number, group))
+        if not gathering.hops:
+            gathering.works.extend(self.group.receive(gathering.messages, tag, group))
+
+    def send_hop(self, gathering: Gathering, hop: Hop, tag: int) -> None:
+        """Sends messages of a gather that are here."""
+        group = gathering.group or self.group.process_group
+        for number, piece in enumerate(hop.sent):
+            gathering.works.extend(self.group.send(self._only(piece, hop.to), tag + number, group))
+
+    def _only(self, message: Tensor, peer: int) -> list[Tensor]:
+        """Returns messages of all ranks, of which only one has elements."""
+        messages = [message[:0]] * self.group.num_ranks
+        messages[peer] = message
+        return messages
 
     def expect_recut(self, recut: Recut, tag: int) -> None:
         """Posts the receives of elements that ranks have in other parts."""

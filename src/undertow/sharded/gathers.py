@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.compiler import is_exporting
 from torch.utils.hooks import RemovableHandle
 
 from undertow.buckets.bucket import LiveBucket
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.errors import PhaseError, UndertowError, require
-from undertow.mesh.local_tensors import awaited_members, local_tensors
+from undertow.mesh.local_tensors import awaited_members
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.handle import Handle
 from undertow.ranks.threads import WorkerThread
@@ -150,13 +149,6 @@ def _let_read(params: Iterable[Tensor]) -> None:
         param.__class__ = getattr(type(param), "arrived_class", type(param))
 
 
-def _count_write(params: Sequence[Tensor]) -> None:
-    """Makes autograd detect a parameter that was saved for a backward before this."""
-    increment_version(params)
-    # of the parts too, which a forward may have read by themselves
-    increment_version(local_tensors(params))
-
-
 class Gathers:
     """The gathers of a plan's buckets; a read of a parameter first waits for its buckets.
 
@@ -192,7 +184,7 @@ class Gathers:
         """Sends this rank's shard of a bucket to all others, and receives theirs."""
         bucket = live.spec.index
         flat = self.flats[bucket]
-        _count_write(flat.params)
+        flat.count_write()
         if flat.flat.numel() == 0:
             return
         parcel = flat.parcel
@@ -246,10 +238,9 @@ class Gathers:
             # and launched the next gather.
             with self._lock:
                 if self.in_flight.get(bucket) is handle:
-                    params = self.flats[bucket].params
                     # Again, so that a forward that has read too early fails in its backward.
-                    _count_write(params)
-                    _let_read(params)
+                    self.flats[bucket].count_write()
+                    _let_read(self.flats[bucket].params)
                     # Last, so that after Ctrl-C the next wait does all of this again.
                     self.in_flight.pop(bucket, None)
 

@@ -78,7 +78,6 @@ class ShardedGradients:
     def values(self) -> Sequence[Tensor]:
         return (self._reduced,)
 
-    @torch.no_grad()
     def bind(self, used_elsewhere: Collection[int]) -> None:
         """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
         reduced, self._reduced = self._reduced, self.shard

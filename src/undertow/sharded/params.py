@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
 from undertow.buckets.memory import strides_of_gradient
 from undertow.device import device_of
-from undertow.mesh.local_tensors import addresses, local_tensor, local_tensors
+from undertow.mesh.local_tensors import distributed, local_tensor, local_tensors
 from undertow.plan import Bucket, Slot
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.parcels import Encoded
@@ -124,6 +125,7 @@ class FlatParams:
         param_wire: str | None = None,
     ) -> None:
         self.params = tuple(params)
+        self._distributed = distributed(params)
         # The parameters' dtype; the bucket has the gradients' dtype.
         dtype = params[0].dtype if params else getattr(torch, bucket.dtype)
         # [ranks * shard]
@@ -162,23 +164,40 @@ class FlatParams:
         self._common = None if self.parcel is None else self._own.clone()
         self._gaps = [] if self.parcel is None else _gaps_in(self.flat, bucket.slots, shard)
 
-    @torch.no_grad()
     def follow(self) -> None:
         """Takes over values written from outside, in new memory (`param.data = ...`) or in the
         separate memory of parameters."""
         # Other code may have released the memory of those that are apart.
-        if self._apart or addresses(self.params) != self._pointers:
-            outside = [slot for slot in self._slots if not slot.is_in_flat()]
-            for slot in outside:
-                slot.move()
-            self._apart = [slot for slot in outside if not slot.is_in_flat()]
-            self._pointers = addresses(self.params)
-            self._storages = [param.untyped_storage() for param in local_tensors(self.params)]
-            self.addresses = private.addresses_of(self._storages)
+        if self._apart or self._pointers_now() != self._pointers:
+            self._take_over()
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        outside = [slot for slot in self._slots if not slot.is_in_flat()]
+        for slot in outside:
+            slot.move()
+        self._apart = [slot for slot in outside if not slot.is_in_flat()]
+        self._pointers = self._pointers_now()
+        self._storages = [param.untyped_storage() for param in self._on_this_rank()]
+        self.addresses = private.addresses_of(self._storages)
         for slot in self._apart:
             # The next gather brings the other ranks' parts, or differences to add to these.
             own = slice(slot.part.start, slot.part.stop)
             slot.read(own if self.parcel is None else slice(None))
+
+    def _on_this_rank(self) -> Sequence[Tensor]:
+        """Returns the parameters' tensors on this rank; on a mesh they may be replaced."""
+        return local_tensors(self.params) if self._distributed else self.params
+
+    def _pointers_now(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._on_this_rank()))
+
+    def count_write(self) -> None:
+        """Makes autograd detect a parameter that was saved for a backward before this."""
+        increment_version(self.params)
+        if self._distributed:
+            # a forward may have read the parts by themselves
+            increment_version(local_tensors(self._distributed))
 
     @torch.no_grad()
     def read_moved(self) -> None:

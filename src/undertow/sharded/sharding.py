@@ -163,7 +163,6 @@ class Sharding(BucketLayout):
                 found[index] = grad
         return found
 
-    @torch.no_grad()
     def adopt_gradients(self, own: Collection[int] = ()) -> dict[int, Tensor]:
         """Replaces whole gradients by placeholders; a single rank keeps them.
 
@@ -227,38 +226,37 @@ class Sharding(BucketLayout):
             values = in_memory_order(whole.as_strided(param.shape, strides), self.strides[index])
             placeholder.part.copy_(values[part.start : part.stop])
 
-    def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
-        """Returns the mean gradient of this rank's part of each parameter, or None. [part.numel] of
-        the wide dtype"""
+    def gradients(self, parts: Sequence[ShardPart]) -> list[Tensor | None]:
+        """Returns the mean gradient of each part of a parameter on this rank, or None. [part.numel]
+        of the wide dtype"""
         found: list[Tensor | None] = []
-        for param in params:
-            grad = local_gradient(param)
+        for part in parts:
+            grad = self.params[part.param].grad
             if isinstance(grad, GradientPlaceholder):
                 grad = torch.zeros_like(grad.part) if grad.is_cleared else grad.part
             elif grad is not None:  # on a single rank
-                grad = in_memory_order(grad, self.strides[self.parts[param].param])
+                grad = in_memory_order(grad, self.strides[part.param])
                 grad = grad.to(accumulation_dtype(grad.dtype))
             found.append(grad)
         return found
 
-    def require_synchronized(self, params: Sequence[Tensor]) -> None:
-        """Raises PhaseError if a gradient of these parameters has grown since it was reduced, on
-        any rank's part.
+    def require_synchronized(self, parts: Iterable[ShardPart], outside: Iterable[Tensor]) -> None:
+        """Raises PhaseError if a gradient of these parts' parameters has grown since it was
+        reduced, on any rank's part.
 
-        Also raises it if a parameter has a gradient but no part in the layout, because it was
-        frozen when gradients were synchronized.
+        Also raises it if a parameter `outside` of the layout has a gradient, because it was frozen
+        when gradients were synchronized.
         """
-        for param in params:
+        for part in parts:
+            grad = self.params[part.param].grad
+            if isinstance(grad, GradientPlaceholder) and grad.added is not None:
+                raise self._not_reduced(grad)
+        for param in outside:
             grad = local_gradient(param)
             if isinstance(grad, GradientPlaceholder):
-                if grad.added is None:
-                    continue
-                raise PhaseError(
-                    "the optimizer steps on gradients that were accumulated and not synchronized.",
-                    where=f"parameter {grad.param_name!r}, rank {self.shard_exchanges.rank}",
-                    remedy="Run the last backward of a step outside of accumulate() and no_sync().",
-                )
-            if grad is not None and param.requires_grad and param not in self.parts:
+                if grad.added is not None:
+                    raise self._not_reduced(grad)
+            elif grad is not None and param.requires_grad:
                 raise PhaseError(
                     "the optimizer steps on a gradient that is not synchronized: its parameter "
                     "was frozen in the meantime.",
@@ -267,6 +265,13 @@ class Sharding(BucketLayout):
                     remedy="Freeze and unfreeze parameters between a step and its next forward, "
                     "or call zero_grad() then.",
                 )
+
+    def _not_reduced(self, grad: GradientPlaceholder) -> PhaseError:
+        return PhaseError(
+            "the optimizer steps on gradients that were accumulated and not synchronized.",
+            where=f"parameter {grad.param_name!r}, rank {self.shard_exchanges.rank}",
+            remedy="Run the last backward of a step outside of accumulate() and no_sync().",
+        )
 
     def drop_gradients(self) -> None:
         for param in self.params:

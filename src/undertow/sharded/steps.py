@@ -155,8 +155,6 @@ class ShardedSteps(StepListener):
 
         A parameter that was added is in the plan after the next forward, on all ranks.
         """
-        if present == before:
-            return False
         planned = {id(param) for _, param in self._engine.current_plan.hooks.named_params}
         none: list[int] = []
         return any(

@@ -301,10 +301,6 @@ class GroupSync:
         if self.has_buffers or not self.group.is_open:
             self.synchronize_buffers(source=buffers_follow)
 
-    def forward_ends(self) -> None:
-        """Called after each forward of the module."""
-        self.events.forward_ends()
-
     def _is_averaged_elsewhere(self) -> bool:
         """Returns True in a step that a forward of a newer wrapper of all trained parameters has
         begun."""

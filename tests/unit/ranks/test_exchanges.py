@@ -213,16 +213,17 @@ def test_only_gathers_take_memory_for_pieces() -> None:
 
 
 @in_ranks(3, timeout_s=30.0)
-@pytest.mark.parametrize("kind", ["equal parts", "pieces"])
+@pytest.mark.parametrize("kind", ["equal parts", "pieces", "hops"])
 def test_a_rank_may_wait_for_a_gather_before_it_starts_another_that_others_have_started(kind: str) -> None:
     """As when it steps one optimizer, reads its parameters and steps the next. No rank waits for a gather that depends on it."""
     rank, numel = dist.get_rank(), 3000
-    parts = equal_parts(3, 1000, stop=numel) if kind == "equal parts" else [range(10), range(10, 20), range(20, numel)]
+    parts = [range(10), range(10, 20), range(20, numel)] if kind == "pieces" else equal_parts(3, 1000, stop=numel)
     flats = [torch.full((numel,), -1.0) for _ in range(3)]
     for number, flat in enumerate(flats):
         flat[parts[rank].start : parts[rank].stop] = number
     before_wait = [[0, 1], [1, 2], [2, 0]][rank]  # the last one of these is read before the third one starts
-    with exchanging("posted") as exchanges:
+    most_direct = 2 if kind == "hops" else 8
+    with mock.patch.object(posted_messages, "_MOST_DIRECT_RANKS", most_direct), exchanging("posted") as exchanges:
         for _ in range(5):
             handles = [exchanges.all_gather(flats[number], parts, number=number) for number in before_wait]
             if rank < 2:

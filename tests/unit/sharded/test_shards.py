@@ -15,7 +15,7 @@ from undertow import ShardedGradientError
 from undertow.plan import plan_from_groups
 from undertow.sharded.params import FlatParams, _gaps_in
 from undertow.sharded.placeholder import GradientPlaceholder
-from undertow.torch_private import private
+from undertow.torch_private import dtensors, private
 
 
 def test_a_parameter_is_shared_while_another_tensor_has_its_memory() -> None:
@@ -26,6 +26,19 @@ def test_a_parameter_is_shared_while_another_tensor_has_its_memory() -> None:
     assert private.are_shared(flat.addresses)
     del kept
     assert not private.are_shared(flat.addresses)
+
+
+def test_what_kind_of_tensor_a_parameter_is_on_a_mesh_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in every step, of every parameter."""
+    (bucket,) = plan_from_groups([spec("weight", 8)], ((0,),), num_ranks=2).buckets
+    param = nn.Parameter(torch.ones(8))
+    flat, asked = FlatParams(bucket, [param], rank=0, num_ranks=2, num_shards=2), list[object]()
+    monkeypatch.setattr(dtensors, "is_dtensor", asked.append)
+    before = param._version
+    flat.follow()
+    flat.count_write()
+    assert param._version > before
+    assert not asked
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
