@@ -18,7 +18,13 @@ from undertow.config import SyncConfig
 from undertow.engine.agreed_errors import CHANGE_ALIKE, backward_failed
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.current_plan import CurrentPlan
-from undertow.engine.nonfinite import NonFinite, found_alone, found_by_any, found_own
+from undertow.engine.nonfinite import (
+    NonFinite,
+    found_alone,
+    found_by_any,
+    found_own,
+    has_own,
+)
 from undertow.engine.round import Round, RoundKind
 from undertow.engine.stop import StopRequest
 from undertow.errors import (
@@ -159,6 +165,7 @@ class Checks:
             config.nonfinite,
             rank=group.rank,
             find_alone=partial(found_alone, current_plan),
+            has_own=partial(has_own, current_plan),
             find_own=partial(found_own, current_plan),
         )
         if group.is_on_mesh:
