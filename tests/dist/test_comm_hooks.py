@@ -24,7 +24,7 @@ from support.models import CASES, Branches, mlp, noise
 from support.naive import TIMEOUT_S, naive_mean, wrapped
 from support.ranks import in_ranks
 from undertow import DistributedDataParallel, SyncConfig, attach
-from undertow.errors import ConfigError, PlanMismatch, WrongType
+from undertow.errors import ConfigError, NonFiniteGradient, PlanMismatch, WrongType
 from undertow.lab.demo.model import Gpt
 from undertow.lab.demo.settings import load_corpus
 
@@ -381,6 +381,20 @@ def test_a_step_is_skipped_if_a_hook_makes_gradients_infinite() -> None:
     for step in trained_steps(net, None, hook, num_steps=4, nonfinite="skip"):
         bad[:] = [step] if step == 2 else []
     assert all(param.isfinite().all() for param in net.parameters())
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_result_that_a_hook_makes_infinite_is_told_as_the_hooks() -> None:
+    def infinite(_state, bucket):
+        return completed(bucket.buffer() * torch.inf)
+
+    with hooked(nn.Linear(3, 1), None, infinite, nonfinite="raise") as ddp:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        ddp(noise(2, 3)).sum().backward()
+        assert text_of(NonFiniteGradient, optimizer.step).startswith(
+            f"the result of the communication hook {infinite.__qualname__!r} for 'weight', 'bias' is not finite (NaN or Inf).\n"
+            "  synchronization 1, bucket 0\n"
+        )
 
 
 CONTEXT = 32

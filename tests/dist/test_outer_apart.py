@@ -64,7 +64,8 @@ def test_other_settings_of_an_optimizer_are_told(delay: int, name: str, values: 
         "ranks step with different settings of an optimizer.\n  exchange of fragment 0, step 6\n"
         f"  first difference: {name} of group 0 of AdamW with 'blocks.0.0.bias' is {shown}\n"
         "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of "
-        "their losses."
+        "their losses. If the optimizer itself changes this number, take it out of those that are compared: "
+        "del optimizer.defaults[NAME], on every rank."
     )
 
 
@@ -82,10 +83,20 @@ class Estimates(torch.optim.Optimizer):
                 param.sub_(param.grad, alpha=group["lr"] * group["d"])
 
 
+class TakesEstimate(Estimates):
+    """Its constructor takes the estimate that it begins with, by the same name: only the program knows that it is none of the
+    settings."""
+
+    def __init__(self, params: Iterable[nn.Parameter], d: float = 1e-6) -> None:
+        super().__init__(params, d0=d)
+        del self.defaults["d"]
+
+
 @in_ranks(2)
-def test_each_replica_may_have_its_own_estimate_of_a_learning_rate() -> None:
+@pytest.mark.parametrize("kind", [Estimates, TakesEstimate])
+def test_each_replica_may_have_its_own_estimate_of_a_learning_rate(kind: type[Estimates]) -> None:
     with replica(net(), Outer(every=2, fragments=1, delay=0)) as ddp:
-        optimizer = Estimates(ddp.parameters())
+        optimizer = kind(ddp.parameters())
         train(ddp, optimizer, range(4))
         assert ddp.outer.num_synchronizations == 2
         assert not same_everywhere(torch.tensor([optimizer.param_groups[0]["d"]]))
@@ -133,7 +144,8 @@ def test_settings_are_compared_again_after_as_many_skipped_steps_on_each_replica
         "ranks step with different settings of an optimizer.\n  exchange of fragment 0, step 12\n"
         "  first difference: weight_decay of group 0 of AdamW with 'blocks.0.0.bias' is 0.01 on rank 0, but 0.11 on rank 1\n"
         "  Give every rank the same settings. A scheduler must follow a number that all ranks have, such as the mean of "
-        "their losses."
+        "their losses. If the optimizer itself changes this number, take it out of those that are compared: "
+        "del optimizer.defaults[NAME], on every rank."
     )
 
 

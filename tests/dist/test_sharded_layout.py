@@ -62,11 +62,12 @@ def plain(ddp: DistributedDataParallel, *params: Any) -> torch.optim.Optimizer:
 @in_ranks(2, 3)
 @STRATEGIES
 def test_the_first_backward_is_reduced_to_shards(strategy: str) -> None:
-    with wrapped(Crossed(), strategy) as ddp, collectives() as called:
+    with wrapped(Crossed(), strategy) as ddp:
         optimizer = sharded(ddp)
         sharding = sharding_of(ddp)
         assert sharding is not None
-        backward(ddp, 0)
+        with collectives() as called:
+            backward(ddp, 0)
         assert sharding_of(ddp) is sharding
         assert "all_reduce" not in called
         numels = [grad.part.numel() for grad in (param.grad for param in ddp.parameters())]  # type: ignore[union-attr]
@@ -172,11 +173,36 @@ def test_a_gradient_that_one_rank_has_written_does_not_move_to_rank_0s_order(
         assert text_of(ReplicaMismatch, optimizer.step) == (
             "the gradient of 'last.weight' is not the same on rank 1 as on rank 0, and a sharded optimizer steps on it.\n"
             "  before shards move to another plan; 1 of 6 gradients differ\n"
-            "  On every rank, write the same values into `.grad` after backward."
+            "  On every rank, write the same values into `.grad` after backward, or call zero_grad()."
         )
         assert sharding_of(ddp) is sharding
         require_equal(parameters(ddp), before)
         optimizer.zero_grad()
+        backward(ddp, 1)
+        optimizer.step()
+        require_same_everywhere(parameters(ddp))
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("write", some([replaces, removes, clears], most=1))
+@STRATEGIES
+def test_a_gradient_that_one_rank_has_written_before_the_optimizer_is_made_is_an_error_on_every_rank(
+    strategy: str, write: Callable[[nn.Parameter], None]
+) -> None:
+    """Else each rank would step on its part of another gradient."""
+    with wrapped(Crossed(), strategy) as ddp:
+        before = parameters(ddp)
+        backward(ddp, 0)
+        if dist.get_rank() == 1:
+            write(ddp.module.last.weight)
+        assert text_of(ReplicaMismatch, lambda: sharded(ddp)) == (
+            "the gradient of 'last.weight' is not the same on rank 1 as on rank 0, and a sharded optimizer steps on it.\n"
+            "  before gradients are cut into shards; 1 of 6 gradients differ\n"
+            "  On every rank, write the same values into `.grad` after backward, or call zero_grad()."
+        )
+        require_equal(parameters(ddp), before)
+        ddp.zero_grad()
+        optimizer = sharded(ddp)
         backward(ddp, 1)
         optimizer.step()
         require_same_everywhere(parameters(ddp))

@@ -472,6 +472,42 @@ def test_gradients_may_be_replaced_after_backward_if_every_rank_does_it_alike() 
         )
 
 
+Write = Callable[[nn.Parameter], None]
+
+
+def replaces(param: nn.Parameter) -> None:
+    param.grad = torch.ones_like(param)
+
+
+def removes(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def clears(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.zero_()
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("write", [replaces, removes, clears])
+def test_a_full_gradient_that_one_rank_has_written_is_an_error_on_every_rank(write: Write) -> None:
+    """It would not gather the shards, for which the other rank waits."""
+    with training(MLP.model(), "zero1", "SGD") as (ddp, opt):
+        param = ddp.module[0].weight
+        MLP.loss(ddp, 0).backward()
+        mean = ddp.full_gradient(param)
+        if dist.get_rank() == 1:
+            write(param)
+        assert text_of(ReplicaMismatch, lambda: ddp.full_gradient(param)) == (
+            "the gradient of '0.weight' is not the same on rank 1 as on rank 0, and a sharded optimizer steps on it.\n"
+            "  full_gradient(); 1 of 1 gradients differ\n"
+            "  On every rank, write the same values into `.grad` after backward."
+        )
+        param.grad = mean
+        assert torch.equal(ddp.full_gradient(param), mean)
+        opt.step()
+
+
 @pytest.mark.deep
 @in_ranks(4)
 def test_gradients_by_hand_are_compared_over_all_ranks_of_a_mesh() -> None:

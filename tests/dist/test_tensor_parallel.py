@@ -672,6 +672,10 @@ def frozen(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
     model.module.blocks[1].mlp.up.weight.requires_grad_(False)
 
 
+def added_frozen(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
+    model.module.register_parameter("extra", nn.Parameter(torch.zeros(3), requires_grad=False))
+
+
 def other_settings(_: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = 0.2
 
@@ -691,6 +695,12 @@ UNLIKE: dict[str, tuple[set[int], Change, type[UndertowError], str]] = {
         frozen,
         PlanMismatch,
         " on rank 0 and 'blocks.1.mlp.up.weight' on rank 1",
+    ),
+    "a frozen one added at one place": (
+        {0, 2},
+        added_frozen,
+        PlanMismatch,
+        " is 'extra' on rank 0 and missing on rank 1",
     ),
 }
 
@@ -816,9 +826,10 @@ def test_ranks_at_another_place_are_told_of_a_backward_that_has_failed_before_th
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("num_sound", [1, 2, 3])
 @ON_A_MESH
-def test_a_step_is_left_out_at_all_places_if_the_first_of_two_synchronizations_has_failed_at_one() -> None:
-    """The other place hears of it after the second one, which is sound."""
+def test_a_step_is_left_out_at_all_places_if_the_first_of_its_synchronizations_has_failed_at_one(num_sound: int) -> None:
+    """The other place hears of it after the second one. The later ones are sound, and mend nothing."""
     with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
         rank, optimizer = dist.get_rank(), torch.optim.SGD(model.parameters(), lr=0.1)
         loss = model(tokens(0, mesh["dp"].get_local_rank()))
@@ -828,7 +839,8 @@ def test_a_step_is_left_out_at_all_places_if_the_first_of_two_synchronizations_h
             loss.backward(retain_graph=True)
         if hook is not None:
             hook.remove()
-        loss.backward()
+        for _ in range(num_sound):
+            loss.backward(retain_graph=True)
         text = text_of(PhaseError if is_told else PeerFailed, optimizer.step)
         assert text.startswith("the last backward or synchronization failed" if is_told else "backward failed on rank 2.")
         assert are_same(model.module, bare)
@@ -979,6 +991,70 @@ def test_a_change_of_one_rank_is_named_at_all_places_before_a_gradient_that_anot
         text = text_of(PlanMismatch, lambda: train(1))
         assert text.startswith("ranks disagree on the parameters.")
         assert "'blocks.1.mlp.up.weight'" in text
+
+
+@pytest.mark.deep
+@ON_A_MESH
+def test_a_gradient_that_one_rank_clears_in_the_step_of_a_change_leaves_the_step_out_at_all_places() -> None:
+    with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
+        rank, replica, data = dist.get_rank(), mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+        optimizer, by_hand = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, bare))
+
+        def train(step: int) -> None:
+            model(tokens(step, replica)).backward()
+            optimizer.step()
+
+        def train_both(step: int) -> None:
+            train(step)
+            bare(tokens(step, replica)).backward()
+            mean_by_hand(bare, data)
+            by_hand.step()
+            require_same_parts(model.module, bare)
+            for each in (optimizer, by_hand):
+                each.zero_grad()
+
+        train_both(0)
+        for net in (model.module, bare):
+            net.blocks[0].mlp.up.weight.requires_grad_(False)
+        weight = model.module.blocks[1].mlp.up.weight
+        hook = weight.register_post_accumulate_grad_hook(clear) if rank == 2 else None
+        is_told = rank % 2 == 0
+        text = text_of(PhaseError if is_told else PeerFailed, lambda: train(1))
+        assert text.startswith("`.grad` was cleared during backward" if is_told else "backward failed on rank 2.")
+        assert are_same(model.module, bare)
+        if hook is not None:
+            hook.remove()
+        optimizer.zero_grad()
+        for step in range(2, 16):  # plans are tried too
+            train_both(step)
+
+
+@pytest.mark.deep
+@ON_A_MESH
+def test_a_change_that_one_place_cannot_follow_leaves_the_step_out_at_all_places() -> None:
+    with on_mesh(strategy="zero1", stall_timeout_s=30.0) as (mesh, model, _):
+        rank, replica = dist.get_rank(), mesh["dp"].get_local_rank()
+        optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+
+        def train(step: int) -> None:
+            model(tokens(step, replica)).backward()
+            optimizer.step()
+
+        train(0)
+        is_told = rank % 2 == 0
+        if not is_told:
+            optimizer.zero_grad()
+        model.module.blocks[0].mlp.up.weight.requires_grad_(False)
+        text = text_of(PhaseError if is_told else PeerFailed, lambda: train(1))
+        assert text.startswith("the parameters have changed while sharded" if is_told else "backward failed on ranks 0, 2.")
+        for step in range(2, 6):
+            optimizer.zero_grad()
+            train(step)
+        model.wait()
+        optimizer.zero_grad()
+        values: list[Any] = [None] * 4
+        dist.all_gather_object(values, [part.tolist() for _, part, _ in parts(model.module)])
+        assert values[:2] == values[2:]  # of both replicas
 
 
 class TwoNorms(nn.Module):

@@ -147,6 +147,10 @@ SHOWN_BY = {
     ],
     "leaves out a whole step": ["test_a_rank_that_has_finished_early_is_named_with_its_steps"],
     "one rank alone begins to train": ["test_a_rank_starts_to_train_while_the_others_train_nothing"],
+    "whose loss reaches no parameter": [
+        "test_a_window_on_top_of_a_mean_that_reaches_nothing_on_one_rank_is_averaged_by_hand",
+        "test_a_rank_steps_without_a_window_on_top_of_a_mean_that_reaches_nothing_there",
+    ],
     "steps twice on the gradients": ["test_a_rank_that_steps_twice_is_found_by_the_check_of_replicas"],
     "looks at its loss alone": ["test_a_look_after_gradients_were_zeroed_by_hand_is_a_step_of_its_own"],
 }

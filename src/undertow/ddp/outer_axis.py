@@ -31,7 +31,7 @@ from undertow.mesh.axes import everyone, is_cut_over_others
 from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.outer.outer_sync import OuterSync
 from undertow.ranks.agreement import gather_json, require_agreement, surroundings
-from undertow.ranks.alike import lines_of
+from undertow.ranks.alike import MOST_TEXTS, lines_of
 from undertow.ranks.dither import Rotation, Rounding
 from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.group import GroupRef
@@ -336,7 +336,8 @@ class OuterAxis:
 
     def _in_another_order(self, index: int, numel: int) -> Desync:
         name = self._names[index]
-        found = self._group.watch.ask(f"{name!r}, {numel} elements", of=self._group.names, most=8)
+        text = f"{name!r}, {numel} elements"
+        found = self._group.watch.ask(text, of=self._group.names, most=MOST_TEXTS)
         listed = "".join(f"\n  {line}" for line in lines_of(found))
         return Desync(
             "replicas reduce gradients of different modules, or of different parameters of one.",

@@ -16,12 +16,11 @@ from undertow.errors import (
     require,
 )
 from undertow.plan.facts import Fact
-from undertow.ranks.alike import lines_of
+from undertow.ranks.alike import MOST_TEXTS, lines_of
 from undertow.ranks.answers import named
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 
-_MOST_PLACES = 8  # of ranks in other steps than each other, in one error
 CHANGE_ALIKE = (
     "Freeze, unfreeze, add and replace parameters, and register hooks, in the same step on every "
     "rank."
@@ -78,7 +77,7 @@ def require_sound(ended: Round, group: OwnGroup, *, taken: str = "") -> None:
         raise taken_in_backward(takers, number, place=taken or f"rank {group.name}")
     failed = ended.found.reported(Fact.FAILED)
     if any(reading.ranks_differ for reading in ended.found.readings):
-        found = group.watch.ask(_place(ended), of=group.names, most=_MOST_PLACES)
+        found = group.watch.ask(_place(ended), of=group.names, most=MOST_TEXTS)
         raise Desync(
             "ranks are not in the same step.",
             where="\n  ".join((where, *lines_of(found))),

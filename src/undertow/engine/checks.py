@@ -7,7 +7,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,14 @@ from undertow.buckets.facts import majority
 from undertow.buckets.fingerprints import fingerprints
 from undertow.config import SyncConfig
 from undertow.engine.agreed_errors import CHANGE_ALIKE, backward_failed
-from undertow.engine.compiled import CompiledPlan
 from undertow.engine.current_plan import CurrentPlan
-from undertow.engine.nonfinite import NonFinite, found_alone, found_by_any, found_own
+from undertow.engine.nonfinite import (
+    NonFinite,
+    found_alone,
+    found_by_any,
+    found_own,
+    has_own,
+)
 from undertow.engine.round import Round, RoundKind
 from undertow.engine.stop import StopRequest
 from undertow.errors import (
@@ -140,9 +145,19 @@ class _PlaceReport(NamedTuple):
 
     order: int  # digest of the names of redistributed gradients, as they arrived
     axis: int  # digest of the ranks over which they are redistributed
-    params: int  # digest of the parameters in force, as all places must have them
+    params: int  # digest of the parameters in force, and of frozen ones
     is_stopping: int  # a signal has asked it to stop, unless exchanges of replicas tell that
     has_failed: int  # its backward
+
+
+class _Reported(NamedTuple):
+    """A synchronization whose report this rank has sent, and what the report has digests of."""
+
+    number: int
+    is_sound: bool
+    order: Sequence[str]
+    params: Sequence[dict[str, Any]]  # in force, as all places must have them
+    frozen: Sequence[dict[str, Any]]
 
 
 class Checks:
@@ -159,6 +174,7 @@ class Checks:
             config.nonfinite,
             rank=group.rank,
             find_alone=partial(found_alone, current_plan),
+            has_own=partial(has_own, current_plan),
             find_own=partial(found_own, current_plan),
         )
         if group.is_on_mesh:
@@ -238,7 +254,14 @@ class Checks:
         """
         group, number = self._current_plan.group, ended.terms.number
         placements, compiled = self._current_plan.placements, self._current_plan.compiled
-        order = placements.take_order()
+        members = self._current_plan.members
+        mine = _Reported(
+            number,
+            is_sound,
+            placements.take_order(),
+            compiled.at_all_places,
+            members.frozen_at_all_places,
+        )
         has_failed = ended.has_failed or bool(ended.found.taken)
         if has_failed and not group.hardware.is_host:
             group.tell_places(
@@ -250,9 +273,9 @@ class Checks:
         if group.is_broken or not (is_told or number % _ORDERS_EVERY == 0):
             return
         told = _PlaceReport(
-            order=digest_of_names(order),
+            order=digest_of_names(mine.order),
             axis=digest_of_names(map(str, placements.axis)),
-            params=compiled.digest_at_all_places,
+            params=compiled.digest_at_all_places ^ members.digest_of_frozen,
             is_stopping=self._do_places_stop and self.stop.is_pending,
             has_failed=has_failed,
         )
@@ -262,8 +285,7 @@ class Checks:
         )
         heard = cache(partial(self._hear_places, received, then))
         self._hear_last = heard
-        error = partial(self._error_of_places, heard, order, number, compiled, is_sound=is_sound)
-        self.sent.append(error)
+        self.sent.append(partial(self._error_of_places, heard, then, mine))
 
     def _hear_places(
         self, received: Handle, then: Callable[..., object] | None
@@ -283,24 +305,24 @@ class Checks:
     def _error_of_places(
         self,
         heard: Callable[[], Sequence[_PlaceReport]],
-        order: Sequence[str],
-        number: int,
-        compiled: CompiledPlan,
-        *,
-        is_sound: bool,
+        then: Callable[..., object] | None,
+        mine: _Reported,
     ) -> UndertowError | None:
         """Returns the error of the reports of all places; a collective call if parameters or orders
         differ."""
         group, rows = self._current_plan.group, heard()
         failed = [rank for rank, row in enumerate(rows) if row.has_failed]
         if failed:
-            where = f"synchronization {number}, rank {group.name}"
-            return backward_failed(failed, where=where) if is_sound else None
+            if then is not None:
+                # Again: a later synchronization, which was sound, does not mend this step.
+                then(is_sound=False)
+            where = f"synchronization {mine.number}, rank {group.name}"
+            return backward_failed(failed, where=where) if mine.is_sound else None
         if _have_other_params(rows):
             digests = [f"{row.params:08x}" for row in rows]
-            described = compiled.at_all_places
+            described = [*mine.params, *mine.frozen]
             return unlike_places(group.everyone, described, digests, remedy=CHANGE_ALIKE)
-        return _other_order(group.everyone, order, rows, number)
+        return _other_order(group.everyone, mine.order, rows, mine.number)
 
     def hear(self) -> None:
         """Waits for the last reports of all places of a mesh, also inside a backward.

@@ -232,7 +232,8 @@ class CurrentPlan:
         """Puts the change in force."""
         change, hooks = self.change, self.hooks
         assert change is not None  # else this is not called
-        arrived = hooks.ids_of(hooks.arrived_before | hooks.arrivals.arrived).union(hooks.outside)
+        arrived = hooks.ids_of(hooks.arrivals.arrived).union(hooks.outside)
+        arrived_before = hooks.ids_of(hooks.arrived_before)
         present, ids = dict(self.members.named_params()), change.ids
         self.replaced = {key: ref for key, ref in self.replaced.items() if ref() is not None}
         for name, param in hooks.named_params:
@@ -244,12 +245,14 @@ class CurrentPlan:
         self.register_hooks()
         if comm_hook is not None:
             comm_hook.buckets_change(is_told=self.group.rank == 0)
-        self.hooks.arrived_before |= self.hooks.indices(arrived)
+        self.hooks.arrived_before |= self.hooks.indices(arrived | arrived_before)
         self.change = None
         self.members.read_again()
         self._apply_factor()
         if self.shards is not None:
             self.shards.lay_out()
+        # in this backward: one that a hook has cleared since is missed
+        self.hooks.arrivals.note(self.hooks.indices(arrived))
 
     def _apply_factor(self) -> None:
         """Called when there are other parameters; new ones may train before the change is in
@@ -342,19 +345,17 @@ class CurrentPlan:
         # each search continues after the one that was found
         return all(each in planned for each in wanted)
 
-    def require_alike(  # noqa: PLR0913  # the two ends of a comparison
+    def require_alike(
         self,
         plan: Plan,
         params: Sequence[Tensor],
         reducer: Reducer,
         *,
         new: Sequence[str] = (),
-        refusal: str = "",
         remedy: str = BUILD_ALIKE,
         is_of_axis: bool = False,
     ) -> None:
-        """Compares the parameters and settings of all ranks, the names of `new` parameters, and the
-        `refusal` of a change.
+        """Compares the parameters and settings of all ranks, and the names of `new` parameters.
 
         A collective call, with `is_of_axis` of the data axis only. Raises PlanMismatch, on every
         rank, if ranks differ; if tensors do, the error has this `remedy`.
@@ -363,7 +364,6 @@ class CurrentPlan:
         settings = {
             **surroundings(self.group),
             "communication hook": None if hook is None else hook.name,
-            "refusal of the change": refusal or None,
             **self.compiled.reducer.config.to_dict(),
         }
         self.members.require_alike(

@@ -48,17 +48,19 @@ class Finding:
     ranks: tuple[int, ...]  # empty if only the sum is known
     where: str
     is_own: bool = False  # of a step inside `accumulate()`, in one rank's gradients
+    hook: str = ""  # the communication hook whose results they are, if no rank has sent such a one
 
     @property
     def what(self) -> str:
         """The finding in words."""
+        params = listed(list(map(repr, self.params)))
+        if self.hook:
+            of_hook = f"the result of the communication hook {self.hook!r} for {params}"
+            return f"{of_hook} is not finite (NaN or Inf)."
         gradients = "the gradient of" if len(self.params) == 1 else "the gradients of"
         verb = "is" if len(self.params) == 1 else "are"
         ranks = named(self.ranks) if self.ranks else "some rank"
-        return (
-            f"{gradients} {listed(list(map(repr, self.params)))} {verb} not finite (NaN or "
-            f"Inf) on {ranks}."
-        )
+        return f"{gradients} {params} {verb} not finite (NaN or Inf) on {ranks}."
 
     def error(self, *, is_alone: bool) -> NonFiniteGradient:
         """Returns a new error each time; `is_alone` if the other ranks take the step."""
@@ -80,8 +82,8 @@ class NonFinite:
 
     It acts at the optimizer's step, because a GradScaler makes gradients overflow on purpose and
     does not step on them. `find_alone` checks there the gradients that no synchronization has seen.
-    `find_own` checks this rank's own gradients, if an optimizer steps on them inside
-    `accumulate()`: None if there are none, and a finding without parameters if they are finite.
+    If an optimizer steps inside `accumulate()` and this rank `has_own` gradients of its parameters,
+    `find_own` checks these instead.
     `fails_others` makes the ranks that do not hold these experts raise too, at their next wait.
     `agree` returns the finding of any rank of a mesh: each has other parts of the gradients. It is
     a collective call at each step, also inside `accumulate()`.
@@ -97,13 +99,14 @@ class NonFinite:
         *,
         rank: int,
         find_alone: Callable[[], Finding | None],
+        has_own: Callable[[Optimizer], bool],
         find_own: Callable[[Optimizer], Finding | None],
     ) -> None:
         self.num_skipped = 0  # steps
         self.is_on = policy != "ignore"
         self._policy = policy
         self._rank = rank
-        self._find_alone, self._find_own = find_alone, find_own
+        self._find_alone, self._has_own, self._find_own = find_alone, has_own, find_own
         self._finding: Finding | None = None
         self._is_judged = False  # an optimizer has stepped, or skipped, on it
         # each `.grad` of an optimizer whose step is skipped now
@@ -136,11 +139,8 @@ class NonFinite:
         # Torch's own kernels skip the step by this.
         if not self.is_on or getattr(optimizer, "found_inf", None) is not None:
             return False
-        own = self._find_own(optimizer) if accumulates else None
-        finding = own or self._finding or self._find_alone()
-        if own is not None and not own.params:
-            finding = None
-        is_own = own is not None
+        is_own = accumulates and self._has_own(optimizer)
+        finding = self._find_own(optimizer) if is_own else self._find_in_mean()
         if self.agree is not None:
             finding = self.agree(finding)
             is_own |= finding is not None and finding.is_own  # of another rank
@@ -160,6 +160,9 @@ class NonFinite:
             self.num_skipped += 1
             self._tell(finding, is_alone=is_alone)
         return True
+
+    def _find_in_mean(self) -> Finding | None:
+        return self._finding or self._find_alone()
 
     def before_step(
         self,
@@ -253,10 +256,12 @@ def _finding_of(ended: Round, plan: Plan) -> Finding:
         for bucket in buckets
         for position in ended.found.nonfinite[bucket]
     ]
+    ranks = tuple(ended.found.reported(Fact.NONFINITE, overdue=False))
     return Finding(
         params=tuple(plan.params[index].name for index in sorted({slot.param for slot in slots})),
-        ranks=tuple(ended.found.reported(Fact.NONFINITE, overdue=False)),
+        ranks=ranks,
         where=f"synchronization {ended.terms.number}, bucket {listed(list(map(str, buckets)))}",
+        hook="" if ranks else ended.found.hook,
     )
 
 
@@ -288,6 +293,7 @@ def found_by_any(everyone: OwnGroup, finding: Finding | None) -> Finding | None:
         ranks=tuple(found["ranks"]),
         where=found["where"],
         is_own=found["is_own"],
+        hook=found["hook"],
     )
 
 
@@ -304,17 +310,27 @@ def found_alone(current_plan: CurrentPlan) -> Finding | None:
     return Finding(params, ranks=(name,), where=where) if params else None
 
 
+def has_own(current_plan: CurrentPlan, optimizer: Optimizer) -> bool:
+    """Returns True if this rank has accumulated gradients of this optimizer's parameters since the
+    last synchronization. A function, as `found_alone`."""
+    hooks = current_plan.hooks
+    return not hooks.arrived_before.isdisjoint(_indices_of(current_plan, optimizer))
+
+
 def found_own(current_plan: CurrentPlan, optimizer: Optimizer) -> Finding | None:
-    """Checks the gradients of this optimizer's parameters, if this rank has accumulated any of them
-    since the last synchronization; else None. A function, as `found_alone`."""
-    name, hooks = current_plan.group.name, current_plan.hooks
-    indices = hooks.indices(set(map(id, params_of(optimizer))))
-    if hooks.arrived_before.isdisjoint(indices):
-        return None
-    # All of them: others may still have the mean of that synchronization.
-    params = _not_finite_of([hooks.named_params[index] for index in sorted(indices)])
+    """Checks the gradients of this optimizer's parameters: all of them, because others than the
+    accumulated ones may still have the mean of the last synchronization. A function, as
+    `found_alone`."""
+    named_params = current_plan.hooks.named_params
+    indices = sorted(_indices_of(current_plan, optimizer))
+    params = _not_finite_of([named_params[index] for index in indices])
     where = "a step inside accumulate() or no_sync()"
-    return Finding(params, ranks=(name,), where=where, is_own=True)
+    ranks = (current_plan.group.name,)
+    return Finding(params, ranks=ranks, where=where, is_own=True) if params else None
+
+
+def _indices_of(current_plan: CurrentPlan, optimizer: Optimizer) -> set[int]:
+    return current_plan.hooks.indices(set(map(id, params_of(optimizer))))
 
 
 def _not_finite_of(named_params: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+import zlib
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, call, methodcaller
@@ -122,6 +123,9 @@ class ModuleParams:
         self.common_buffers = CommonBuffers()
         self.common_frozen: list[tuple[str, Tensor]] = []  # as of the last comparison between ranks
         self._frozen_then: list[_Look] | None = None  # the same; None before it
+        # these, as all places of a mesh must have them, and their digest
+        self.frozen_at_all_places: list[dict[str, Any]] = []
+        self.digest_of_frozen = 0
 
     def trained(self, *, also: Collection[int] = ()) -> list[tuple[str, Tensor]]:
         """Returns the parameters to synchronize, by name, and resets `has_changed`.
@@ -263,7 +267,10 @@ class ModuleParams:
             group,
             settings=settings,
             params=[_description(spec, param) for spec, param in zip(specs, params, strict=True)],
-            at_all_places=described_at_all_places(specs, params),
+            at_all_places=[
+                *described_at_all_places(specs, params),
+                *_frozen_at_all_places(self.frozen()),
+            ],
             others=[
                 *(_description(spec_of(name, param), param) for name, param in self.frozen()),
                 *(_description_of_buffer(name, buffer) for name, buffer in buffers),
@@ -286,6 +293,8 @@ class ModuleParams:
         """Reads the tables of buffers, and the frozen parameters: all ranks have the same now."""
         self.common_frozen = self.frozen()
         self._frozen_then = _looks(self.common_frozen)
+        self.frozen_at_all_places = _frozen_at_all_places(self.common_frozen)
+        self.digest_of_frozen = zlib.crc32(repr(self.frozen_at_all_places).encode())
         places: list[Place] = []
         for prefix, part in tables.named_modules(self._present_module):
             table = tables.own_buffers(part)
@@ -405,6 +414,17 @@ def described_at_all_places(
             for name in ("shape", "axes in memory", "place on the mesh"):
                 del each[name]
     return described
+
+
+def _frozen_at_all_places(frozen: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+    """Returns the properties of frozen parameters that must be the same at all places of a mesh.
+
+    A program may have cut them by hand, so sizes are not compared.
+    """
+    return [
+        {"name": name, "is frozen": True, "dtype": str(param.dtype).removeprefix("torch.")}
+        for name, param in frozen
+    ]
 
 
 def spec_of(name: str, tensor: Tensor, *, is_sparse: bool = False) -> ParamSpec:

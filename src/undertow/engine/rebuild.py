@@ -11,7 +11,10 @@ from undertow.engine.checks import has_bits, unlike_values
 from undertow.engine.current_plan import Change, CurrentPlan
 from undertow.engine.params import first_change
 from undertow.engine.round import Round, RoundKind, Terms
-from undertow.errors import ConfigError, PhaseError
+from undertow.errors import ConfigError, PhaseError, PlanMismatch
+from undertow.ranks.agreement import any_rank, gather_json
+from undertow.ranks.answers import named
+from undertow.ranks.transport import OwnGroup
 
 
 def tell_of_change(plans: CurrentPlan, terms: Terms, *, op: str | None, has_shards: bool) -> Round:
@@ -45,14 +48,14 @@ def hear_of_change(plans: CurrentPlan, told: Round) -> None:
 def rebuild(plans: CurrentPlan, told: Round) -> None:
     """Puts the change in force, after every rank has announced its change in the round `told`.
 
-    Waits for all ranks. Raises on every rank PlanMismatch if the ranks have changed differently,
-    and ReplicaMismatch if a new parameter has other values on some of them. Raises ConfigError if
-    another engine has new parameters, and PhaseError if ranks hold shards of gradients.
+    Waits for all ranks. Raises on every rank PlanMismatch if the ranks have changed differently, or
+    if only some can follow the change, and ReplicaMismatch if a new parameter has other values on
+    some of them. If no rank can follow it, raises ConfigError because another engine has new
+    parameters, or PhaseError because ranks hold shards of gradients.
     """
     with told_to_places(plans.group):
-        _require_described_alike(plans, plans.change, told)
-        if told.refusal is not None:
-            raise told.refusal
+        _require_described_alike(plans, plans.change)
+        _require_followed_by_all(plans.group, told)
         _require_same_values(plans, told)
     plans.follow()
 
@@ -73,13 +76,12 @@ def require_changed_alike(plans: CurrentPlan, ended: Round) -> None:
     # parameter. On a device the other ranks read later, when this one is gone. If this rank's
     # backward has failed, the others have raised PeerFailed already, and would not answer.
     if plans.group.hardware.is_host and not ended.has_failed:
-        _require_described_alike(plans, change, ended)
+        _require_described_alike(plans, change)
     raise error
 
 
-def _require_described_alike(plans: CurrentPlan, change: Change | None, ended: Round) -> None:
-    """Raises PlanMismatch, on every rank, if the ranks' changes differ, or only some can follow
-    theirs; None means no change."""
+def _require_described_alike(plans: CurrentPlan, change: Change | None) -> None:
+    """Raises PlanMismatch, on every rank, if the ranks' changes differ; None means no change."""
     compiled = plans.compiled
     plan, params, reducer = compiled.plan, compiled.params, compiled.reducer
     if change is not None:
@@ -92,9 +94,33 @@ def _require_described_alike(plans: CurrentPlan, change: Change | None, ended: R
         params,
         reducer,
         new=names,
-        refusal=str(ended.refusal or "").partition("\n")[0],
         remedy=CHANGE_ALIKE,
         is_of_axis=True,
+    )
+
+
+def _require_followed_by_all(group: OwnGroup, told: Round) -> None:
+    """Raises, on every rank, the reason why some ranks cannot follow the change: their own error if
+    it is the same on all, else PlanMismatch."""
+    refusal = told.refusal
+    waits_for = "whether all ranks can follow the change"
+    if not any_rank(group, refusal is not None, waits_for):
+        return
+    # Its first line says what has happened, and the last one what to do.
+    lines = [line.strip() for line in str(refusal or "").splitlines()]
+    of_ranks = gather_json(group, [lines[0], lines[-1]] if lines else None, waits_for=waits_for)
+    refused = {
+        rank: each for rank, each in zip(group.names, of_ranks, strict=True) if each is not None
+    }
+    reason, remedy = next(iter(refused.values()))
+    is_alike = len(refused) == group.num_ranks and len({what for what, _ in refused.values()}) == 1
+    if refusal is not None and is_alike:
+        raise refusal
+    raise PlanMismatch(
+        f"the parameters, or the communication hook, have changed, and {named(refused)} cannot "
+        f"follow the change: {reason}",
+        where=f"synchronization {told.terms.number}, rank {group.name}",
+        remedy=remedy,
     )
 
 

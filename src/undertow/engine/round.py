@@ -84,7 +84,8 @@ class Findings:
     unlike_settings: Settings | None = None
     # bucket -> positions, on any rank
     nonfinite: dict[int, frozenset[int]] = field(default_factory=dict)
-    # a communication hook has made values that are not finite of the zeros of unused parameters
+    hook: str = ""  # the communication hook whose results are among these
+    # it has made values that are not finite of the zeros of unused parameters
     spoils_hook: bool = False
     busy_ms: tuple[float, ...] = ()  # of each rank
 
@@ -340,6 +341,10 @@ class Round:
             kept = frozenset(self.found.unused[bucket.spec.index]) - used
             bad = bucket.bad_results()
             self._note_nonfinite(bucket, bad - kept)
+            if bad - kept:
+                hook = self.compiled.reducer.hook
+                assert hook is not None  # whose results these are
+                self.found.hook = hook.name
             if bad & kept:
                 self.found.spoils_hook = True  # alike on all ranks
             bucket.gradients.bind(used)

@@ -178,12 +178,22 @@ class Rounds:
             self._require_sound(told)
             if self._counts_after_places:
                 self._count_before_leaving()
-            rebuild(self._current_plan, told)
+            self._follow_change(told)
         except BaseException:
             progress.round_ends(has_failed=True, is_last=ending.is_last)
             raise
         progress.num_rounds += 1
         return self._start_after_backward(ending)
+
+    def _follow_change(self, told: Round) -> None:
+        """Puts the change in force. An error that only the ranks of this data axis raise fails the
+        step at all places of a mesh: the next one may succeed."""
+        try:
+            rebuild(self._current_plan, told)
+        except UndertowError:
+            told.has_failed = True
+            self._round_has_failed(told)
+            raise
 
     def _conclude(self, ended: Round) -> None:
         """Called after the last stage."""
@@ -310,11 +320,12 @@ class Rounds:
     def _count_before_leaving(self) -> None:
         """Counts the round before for the parameters that are about to leave. Other places of a
         mesh may keep theirs: they count it now too, and send the same messages."""
-        hooks = self._current_plan.hooks
-        hooks.arrived_before |= hooks.arrivals.arrived  # which a move of the plan forgets
+        arrivals = self._current_plan.hooks.arrivals
+        arrived = arrivals.arrived
         self._checks.hear()
         self.count_told()
         self._moves.end_vote()
+        arrivals.note(arrived)  # which a move of the plan has forgotten
 
     def _count(self) -> None:
         """Counts a sound round for the choice of a plan, until that is over.

@@ -66,6 +66,10 @@ _NONE: tuple[list[object], None] = ([], None)
 ALONE: Settings = (GroupSettings("the model", (("stepping inside accumulate()", "True"),)),)
 _WRITTEN = "the gradients that a program has written"
 _OF_WRITTEN = f" of {_WRITTEN}"
+_SAME_SETTINGS = (
+    "Give every rank the same settings. A scheduler must follow a number that all ranks have, such "
+    "as the mean of their losses."
+)
 
 
 def settings_of(
@@ -198,9 +202,9 @@ def text_of(settings: Settings) -> str:
     return "\n".join(sorted(chain.from_iterable(each.lines() for each in settings)))
 
 
-def settings_differ(found: Sequence[Alike], *, where: str) -> PlanMismatch:
+def settings_differ(found: Sequence[Alike], *, where: str, remedy: str = "") -> PlanMismatch:
     """Returns the error of ranks that step with different settings, given the `text_of` each; it
-    compares the first two texts."""
+    compares the first two texts. `remedy` is a further one."""
     told = _told(found)
     difference = _first_difference(*told) if len(told) == 2 else ""
     if difference:
@@ -211,8 +215,7 @@ def settings_differ(found: Sequence[Alike], *, where: str) -> PlanMismatch:
     return PlanMismatch(
         "ranks step with different settings of an optimizer.",
         where=where,
-        remedy="Give every rank the same settings. A scheduler must follow a number that all "
-        "ranks have, such as the mean of their losses.",
+        remedy=f"{_SAME_SETTINGS} {remedy}".rstrip(),
     )
 
 

@@ -19,6 +19,7 @@ from undertow.errors import (
 )
 from undertow.outer.step_settings import StepSettings
 from undertow.plan.facts import FactKind
+from undertow.ranks.alike import MOST_TEXTS
 from undertow.ranks.transport import OwnGroup
 
 MODULO = 1 << 20  # fp32 counts up to it exactly
@@ -72,7 +73,7 @@ def require_alike(
         raise Desync(
             f"rank {named} has stepped a different number of times than the "
             "other replicas for the forwards that it ran.",
-            where=f"{where}: {listed(texts, most=8)}",
+            where=f"{where}: {listed(texts, most=MOST_TEXTS)}",
             remedy="Look for a step, or a forward outside of accumulate(), that only some ranks "
             "run, and for a state of model.outer that only some have loaded.",
         )

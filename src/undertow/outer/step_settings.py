@@ -10,9 +10,13 @@ from itertools import chain
 from undertow.engine.params import ModuleParams
 from undertow.engine.step_settings import Settings, digest_of, settings_differ, text_of
 from undertow.errors import PlanMismatch
+from undertow.ranks.alike import MOST_TEXTS
 from undertow.ranks.transport import OwnGroup
 
-_MOST_TOLD = 8  # replicas that have skipped different steps have different texts
+_OWN_NUMBERS = (
+    "If the optimizer itself changes this number, take it out of those that are compared: "
+    "del optimizer.defaults[NAME], on every rank."
+)
 
 
 class StepSettings:
@@ -78,7 +82,8 @@ class StepSettings:
         """Returns the error of ranks whose digests differ; every rank calls this."""
         mine = {step: digest_of(found) for step, found in self._of_steps.items()}
         lines = [f"{number} {skips} {digest}" for (number, skips), digest in mine.items()]
-        told = group.watch.ask("\n".join(lines), of=group.names, most=_MOST_TOLD)
+        # Replicas that have skipped different steps have different texts.
+        told = group.watch.ask("\n".join(lines), of=group.names, most=MOST_TEXTS)
         step = _first_that_differs([one.text for one in told if one.text is not None])
         if step is not None:
             where = f"{where}, step {step[0]}"
@@ -88,7 +93,7 @@ class StepSettings:
         # The skips stay: a caller may catch the error and train on.
         self.digest = 0
         self._of_steps.clear()
-        return settings_differ(found, where=where)
+        return settings_differ(found, where=where, remedy=_OWN_NUMBERS)
 
 
 def _first_that_differs(texts: Iterable[str]) -> tuple[int, int] | None:

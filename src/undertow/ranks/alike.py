@@ -1,8 +1,9 @@
 """Texts that ranks tell each other about themselves: ranks with the same text are one entry.
 
-Alike     the ranks with one text
-alike     ranks by their texts
-lines_of  a line for each entry
+MOST_TEXTS  of an error
+Alike       the ranks with one text
+alike       ranks by their texts
+lines_of    a line for each entry
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from undertow.ranks.answers import named
+
+MOST_TEXTS = 8  # of different ones that an error lists
 
 
 class Alike(NamedTuple):

@@ -3,7 +3,8 @@
 Reasons: docs/design/sharded-optimizer.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from undertow.errors import ShardedGradientError
+from undertow.mesh.local_tensors import parameter_of
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private, unscaling
 
+_grad_of = attrgetter("grad")
 _ADDING = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
 
@@ -104,6 +107,24 @@ class GradientPlaceholder(Tensor):
                 first.added = args[1].clone() if first.added is None else first.added + args[1]
                 return first
         raise _refused(op, args)
+
+
+def gradients_of(
+    params: Sequence[Tensor], *, except_of: Collection[int] = ()
+) -> dict[int, Tensor | None]:
+    """Returns the gradients that were not cleared, by parameter: None for a shard of a mean, or a
+    whole gradient, such as one that a program has written.
+
+    Leaves out whole gradients of the parameters `except_of`, by id.
+    """
+    found: dict[int, Tensor | None] = {}
+    for index, (param, grad) in enumerate(zip(params, map(_grad_of, params), strict=True)):
+        if isinstance(grad, GradientPlaceholder):
+            if not grad.is_cleared:
+                found[index] = None
+        elif grad is not None and id(parameter_of(param)) not in except_of:
+            found[index] = grad
+    return found
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -5,7 +5,6 @@ Reasons: docs/design/sharded-optimizer.md.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -31,12 +30,10 @@ from undertow.schedule import Strategy
 from undertow.sharded.gathers import Gathers
 from undertow.sharded.gradients import ShardedGradients
 from undertow.sharded.params import FlatParams, ShardPart, in_memory_order
-from undertow.sharded.placeholder import GradientPlaceholder
+from undertow.sharded.placeholder import GradientPlaceholder, gradients_of
 from undertow.sharded.reduce_scatter import ReduceScatter
 from undertow.sharded.shard_exchanges import ShardExchanges
 from undertow.torch_private import private
-
-_grad_of = attrgetter("grad")
 
 
 class Sharding(BucketLayout):
@@ -148,21 +145,6 @@ class Sharding(BucketLayout):
         for bucket in buckets:
             self.flats[bucket].follow()
 
-    def gradients_to_step_on(self, own: Collection[int]) -> dict[int, Tensor | None]:
-        """Returns the gradients that were not cleared, by parameter: None for a shard of a mean, or
-        the whole gradient that a program has written in its place.
-
-        Whole gradients of the parameters in `own`, by id, are this rank's own, and left out.
-        """
-        found: dict[int, Tensor | None] = {}
-        for index, grad in enumerate(map(_grad_of, self.params)):
-            if isinstance(grad, GradientPlaceholder):
-                if not grad.is_cleared:
-                    found[index] = None
-            elif grad is not None and id(self.held[index]) not in own:
-                found[index] = grad
-        return found
-
     def adopt_gradients(self, own: Collection[int] = ()) -> dict[int, Tensor]:
         """Replaces whole gradients by placeholders; a single rank keeps them.
 
@@ -173,8 +155,8 @@ class Sharding(BucketLayout):
         found: dict[int, Tensor] = {}
         if not self._gradients:
             return found
-        for index, grad in enumerate(map(_grad_of, self.params)):
-            if grad is None or isinstance(grad, GradientPlaceholder):
+        for index, grad in gradients_of(self.params).items():
+            if grad is None:
                 continue
             param, placeholder = self.params[index], self._placeholders[index]
             part = self.parts[self.held[index]]
@@ -183,7 +165,9 @@ class Sharding(BucketLayout):
                 placeholder.is_cleared, placeholder.added = True, grad
                 continue
             found[index] = grad
-            values = in_memory_order(self.group.hardware.keep(grad), self.strides[index])
+            # of a second backward, it may require a gradient
+            values = self.group.hardware.keep(grad).detach()
+            values = in_memory_order(values, self.strides[index])
             placeholder.part.copy_(values[part.start : part.stop])
             placeholder.bind_to(param)
         return found

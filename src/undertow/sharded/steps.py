@@ -25,6 +25,7 @@ from undertow.ranks.agreement import require_agreement
 from undertow.ranks.transport import OwnGroup
 from undertow.schedule import ZERO1, OpKind, strategy_named
 from undertow.sharded.gathers import wait_before_forwards
+from undertow.sharded.placeholder import gradients_of
 from undertow.sharded.shard_exchanges import ShardExchanges
 from undertow.sharded.sharding import Sharding
 from undertow.sharded.written import as_settings, require_alike
@@ -207,7 +208,7 @@ class ShardedSteps(StepListener):
             require_alike(
                 current_plan.group,
                 sharding.names,
-                sharding.gradients_to_step_on(self._own_gradients()),
+                gradients_of(sharding.params, except_of=self._own_gradients()),
                 where="a step of a sharded optimizer without a synchronization since the one "
                 "before",
                 remedy="On every rank, write g = undertow.average_gradients(g, parameters) before "
@@ -261,8 +262,8 @@ class ShardedSteps(StepListener):
     def _make_layout(self, updates: _Updates) -> Sharding:
         """Cuts the parameters into shards, and the gradients that are reduced already.
 
-        Raises ReplicaMismatch on every rank if gradients would move that ranks have written
-        differently.
+        Raises ReplicaMismatch on every rank if ranks have written different gradients, or have
+        different ones from before the optimizer was made.
         """
         current_plan = self._engine.current_plan
         plan, compiled = self._engine.moves.shard_plan(updates), current_plan.compiled
@@ -270,15 +271,20 @@ class ShardedSteps(StepListener):
         is_same = updates == self._updates
         stays = is_same and before is not None and before.plan.is_alike(plan.groups, plan.wires)
         not_averaged = self._own_gradients()
-        if before is not None and not stays:
+        is_first = self.sharding is None
+        # At a rebuild all gradients that are left are this rank's own, or cleared.
+        if is_first or (before is not None and not stays):
             # Ranks with other gradients would wait for other shards, and the new layout cannot tell
             # which gradients a program has written.
             require_alike(
                 current_plan.group,
-                before.names,
-                before.gradients_to_step_on(not_averaged),
-                where="before shards move to another plan",
-                remedy="On every rank, write the same values into `.grad` after backward.",
+                [param.name for param in compiled.plan.params],
+                gradients_of(compiled.params, except_of=not_averaged),
+                where="before gradients are cut into shards"
+                if is_first
+                else "before shards move to another plan",
+                remedy="On every rank, write the same values into `.grad` after backward, or call "
+                "zero_grad().",
             )
         self._numbers = {id(each.optimizer()): at for at, each in enumerate(self._steppers)}
         self._may_have_changed = False
@@ -336,6 +342,26 @@ class ShardedSteps(StepListener):
         if not self._is_closed and optimizer in self.steppers:
             # scalers unscale shards in every step, with the same bits
             self.begin(optimizer, is_stepping=False)
+
+    def full_gradient(self, param: Tensor) -> Tensor | None:
+        """Returns the mean gradient of a parameter, whole, or None if it has none.
+
+        A collective call. Raises ReplicaMismatch on every rank if some of them have written another
+        gradient: they would not gather the shards.
+        """
+        sharding = self.sharding
+        if sharding is None:
+            return param.grad
+        part = sharding.parts.get(param)
+        if part is not None and not self._is_closed:
+            require_alike(
+                self._engine.current_plan.group,
+                [sharding.names[part.param]],
+                gradients_of([sharding.params[part.param]], except_of=self._own_gradients()),
+                where="full_gradient()",
+                remedy="On every rank, write the same values into `.grad` after backward.",
+            )
+        return sharding.full_gradient(param)
 
     def require_open(self, remedy: str) -> None:
         """Raises PhaseError after `close`."""

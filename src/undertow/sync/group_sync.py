@@ -189,8 +189,8 @@ class GroupSync:
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """Returns the mean gradient of a parameter, whole on this rank, or None if it has none."""
         self.before_steps.finish_before_look([param], reader="full_gradient", is_by_all=False)
-        sharding = None if self.sharded_steps is None else self.sharded_steps.sharding
-        return param.grad if sharding is None else sharding.full_gradient(param)
+        steps = self.sharded_steps
+        return param.grad if steps is None else steps.full_gradient(param)
 
     # Copies of a rank's tensors.
 

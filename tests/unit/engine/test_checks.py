@@ -49,7 +49,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def numbers(policy: str = "skip", *, is_found: bool) -> NonFinite:
-    judge = NonFinite(policy, rank=1, find_alone=lambda: None, find_own=lambda _: None)
+    judge = NonFinite(policy, rank=1, find_alone=lambda: None, has_own=lambda _: False, find_own=lambda _: None)
     judge.round_ends(a_round(is_found), PLAN)
     return judge
 
@@ -149,6 +149,7 @@ def looking_at(param: Tensor) -> NonFinite:
         "skip",
         rank=0,
         find_alone=lambda: None if param.grad is None or param.grad.isfinite().all() else found,
+        has_own=lambda _: False,
         find_own=lambda _: None,
     )
 
@@ -234,8 +235,9 @@ def test_a_failed_backward_is_a_fault_for_all_places_of_a_mesh_if_they_report_ra
     group.is_broken, group.tell_places = False, told.append
     group.everyone = SimpleNamespace(device=torch.device("cpu"), all_gather=lambda row, _: sent.append(row.tolist()))
     placements = SimpleNamespace(take_order=list, axis=())
-    compiled = SimpleNamespace(digest_at_all_places=0)
-    plans: Any = SimpleNamespace(group=group, placements=placements, compiled=compiled)
+    compiled = SimpleNamespace(digest_at_all_places=0, at_all_places=[])
+    members = SimpleNamespace(digest_of_frozen=0, frozen_at_all_places=[])
+    plans: Any = SimpleNamespace(group=group, placements=placements, compiled=compiled, members=members)
     checks = Checks(plans, SyncConfig())
     this = Round(kind=RoundKind.REDUCE, terms=Terms(number=7), has_failed=how == "its backward failed")
     if not this.has_failed:
@@ -266,7 +268,8 @@ def test_a_difference_between_places_is_gathered_when_its_error_is_raised_and_no
     group.is_broken, group.everyone = False, SimpleNamespace(device=torch.device("cpu"), all_gather=all_gather)
     placements = SimpleNamespace(take_order=lambda: ["weight"], axis=())
     compiled = SimpleNamespace(digest_at_all_places=0, at_all_places=[])
-    plans: Any = SimpleNamespace(group=group, placements=placements, compiled=compiled)
+    members = SimpleNamespace(digest_of_frozen=0, frozen_at_all_places=[])
+    plans: Any = SimpleNamespace(group=group, placements=placements, compiled=compiled, members=members)
     checks = Checks(plans, SyncConfig())
     this = Round(kind=RoundKind.REDUCE, terms=Terms(number=7))
     checks.report_to_places(this, is_sound=True, then=lambda *, is_sound: are_sound.append(is_sound))
@@ -280,7 +283,7 @@ def test_a_difference_between_places_is_gathered_when_its_error_is_raised_and_no
 
 def test_a_rank_that_skips_its_own_step_tells_it_itself(caplog: pytest.LogCaptureFixture) -> None:
     own = Finding(("first.weight",), (1,), "a step inside accumulate() or no_sync()", is_own=True)
-    judge = NonFinite("skip", rank=1, find_alone=lambda: None, find_own=lambda _: own)
+    judge = NonFinite("skip", rank=1, find_alone=lambda: None, has_own=lambda _: True, find_own=lambda _: own)
     assert judge.skips(sgd(), accumulates=True)
     assert [record.message for record in caplog.records] == [
         "the gradient of 'first.weight' is not finite (NaN or Inf) on rank 1. The step is skipped on this rank only.\n"
@@ -297,7 +300,7 @@ def test_what_one_rank_of_a_mesh_finds_in_its_own_gradients_stops_that_step_ever
     of_ranks = [None, dataclasses.asdict(own)]
     monkeypatch.setattr(nonfinite, "any_rank", lambda *_: any(of_ranks))
     monkeypatch.setattr(nonfinite, "gather_json", lambda *_, **__: of_ranks)
-    judge = NonFinite(policy, rank=0, find_alone=lambda: None, find_own=lambda _: None)
+    judge = NonFinite(policy, rank=0, find_alone=lambda: None, has_own=lambda _: False, find_own=lambda _: None)
     judge.agree = partial(nonfinite.found_by_any, None)  # type: ignore[arg-type]
     if policy == "raise":
         text = text_of(NonFiniteGradient, lambda: judge.skips(sgd(), accumulates=True))

@@ -1231,3 +1231,47 @@ def test_skipped_steps_are_told_ever_more_rarely(caplog: pytest.LogCaptureFixtur
 
     assert errors_of(2, train, nonfinite="skip") == ["", ""]
     assert [record.message.partition(" Steps like this so far: ")[2][:2] for record in caplog.records] == ["", "2.", "4."]
+
+
+def window_on_top_of_a_mean(training: Training) -> list[Tensor]:
+    """A backward that synchronizes, and one that accumulates and reaches nothing on rank 1. Returns what they bring in all."""
+    training.module.zero_grad()
+    training.backward()
+    means = [param.grad.clone() for param in training.module.parameters() if param.grad is not None]
+    with training.sync.accumulate():
+        loss, leaf = training.module(training.batch(), training.order).square().sum(), torch.ones((), requires_grad=True)
+        (loss if training.rank.number == 0 else loss.detach() * leaf).backward()
+    (first, _) = training.rank.gather(training.own())
+    return [mean + own / 2 for mean, own in zip(means, first, strict=True)]
+
+
+def test_a_window_on_top_of_a_mean_that_reaches_nothing_on_one_rank_is_averaged_by_hand() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+        for _ in range(2):
+            wanted = window_on_top_of_a_mean(training)
+            training.sync.reduce_gradients_async().wait()
+            for param, grad in zip(training.module.parameters(), wanted, strict=True):
+                torch.testing.assert_close(param.grad, grad, rtol=1e-6, atol=1e-6)
+            training.optimizer.step()
+        training.sync.close()
+
+    ranks_of(2, on_rank)
+
+
+def test_a_rank_steps_without_a_window_on_top_of_a_mean_that_reaches_nothing_there() -> None:
+    """It takes it for a look at the loss. The other rank waits before its step, and is not in the same step as the next one."""
+
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+        training.step()
+        window_on_top_of_a_mean(training)
+        with pytest.raises(Desync, match="ranks are not in the same step"):
+            step_twice(training)
+        training.sync.close()
+
+    def step_twice(training: Training) -> None:
+        training.optimizer.step()
+        training.step()
+
+    ranks_of(2, on_rank)

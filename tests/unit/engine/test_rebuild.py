@@ -399,11 +399,31 @@ def test_a_change_that_only_some_ranks_can_follow_is_an_error_on_all() -> None:
         training.sync.close()
         return str(caught.value)
 
+    assert ranks_of(2, on_rank) == [
+        "the parameters, or the communication hook, have changed, and rank 1 cannot follow the change: the parameters have "
+        f"changed while sharded gradients are held.\n  synchronization 1, rank {rank}\n"
+        "  Call zero_grad() before parameters are frozen, unfrozen, added or replaced."
+        for rank in range(2)
+    ]
+
+
+def test_a_gradient_that_a_hook_clears_in_the_step_of_a_change_is_an_error_on_all() -> None:
+    def clear(param: torch.Tensor) -> None:
+        param.grad = None
+
+    def on_rank(rank: Rank) -> str:
+        training = Training(rank, "ddp")
+        training.step()
+        CHANGES["frozen"][0](training)
+        if rank.number == 1:
+            training.module.units[0].weight.register_post_accumulate_grad_hook(clear)
+        with pytest.raises(PhaseError) as caught:
+            training.step()
+        training.sync.close()
+        return str(caught.value)
+
     for text in ranks_of(2, on_rank):
-        assert (
-            "first difference: refusal of the change is None on rank 0 and "
-            "'the parameters have changed while sharded gradients are held.' on rank 1"
-        ) in text
+        assert text.startswith("`.grad` was cleared during backward on rank 1:")
 
 
 def test_a_part_of_another_model_on_one_rank_is_the_same_error_on_both() -> None:

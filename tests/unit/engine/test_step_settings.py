@@ -104,6 +104,13 @@ def test_replicas_that_train_alone_compare_no_estimates(kind: type[torch.optim.O
     assert dict(together.values).keys() >= {*names, *({"d"} & optimizer.defaults.keys())}
 
 
+def test_a_number_that_is_taken_out_of_defaults_is_not_compared() -> None:
+    optimizer = Named(PARAMS)
+    del optimizer.defaults["d"]
+    (alone,) = settings_of(optimizer, NAMES, NAMES, with_estimates=False)
+    assert dict(alone.values).keys() == {"lr", "d0"}
+
+
 def test_a_constructor_without_a_signature_hides_nothing() -> None:
     """As classes that functools.partialmethod makes of others."""
     (group,) = settings_of(Partial(PARAMS), NAMES, NAMES, with_estimates=False)
@@ -293,6 +300,7 @@ def test_a_replica_that_has_skipped_a_step_is_not_blamed_for_the_settings_of_oth
         replicas[0].skip([id(PARAMS[0])])
     for text in told_to_all(replicas):
         assert "\n  here, step 3\n  first difference: lr of group 0 of SGD with 'd' is 0.1 on rank 1, but 0.2 on rank 2\n" in text
+        assert text.endswith("del optimizer.defaults[NAME], on every rank.")
 
 
 def test_skipped_steps_still_count_after_settings_that_differ() -> None:
