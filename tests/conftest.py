@@ -55,10 +55,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("in_ranks")
     if mark is not None:
         metafunc.fixturenames.append("num_ranks")
-        # A test with parameters of its own meets every number of ranks with some of their values.
-        is_short = not metafunc.config.getoption("thorough") and metafunc.definition.get_closest_marker("parametrize") is None
-        sizes = mark.args[:1] if is_short else mark.args
-        metafunc.parametrize("num_ranks", sizes, ids=[f"{size} ranks" for size in sizes])
+        # A test with parameters of its own meets every number of ranks with some of their values; another one is for the first.
+        further = [pytest.mark.deep] if metafunc.definition.get_closest_marker("parametrize") is None else []
+        first, *others = mark.args
+        sizes = [pytest.param(first), *(pytest.param(size, marks=further) for size in others)]
+        metafunc.parametrize("num_ranks", sizes, ids=[f"{size} ranks" for size in mark.args])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -117,9 +117,10 @@ def test_a_name_that_does_not_exist_is_an_error(
 
 # Runs on this machine's loopback.
 
+# Of systems that differ in settings of ours only, one with each kind of setting.
 RIGHT = (
-    *("bare", "ddp", "ddp-4mb", "ddp-fp16", "ddp-powersgd", "averager", "torch-zero", "fsdp2"),
-    *("ours", "ours-untuned", "ours-ordered", "ours-auto", "ours-int8", "ours-zero1", "ours-zero2", "ours-zero1-int8", OUTER),
+    *("bare", "ddp", "ddp-fp16", "ddp-powersgd", "averager", "torch-zero", "fsdp2"),
+    *("ours", "ours-auto", "ours-zero1-int8", OUTER),
 )
 FAILING = {
     "forgets to average": "trains wrongly: blocks.0.params.0, blocks.0.params.1, blocks.1.params.0 and 48 in all are not",

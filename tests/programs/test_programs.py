@@ -85,7 +85,7 @@ def example_cases() -> list[Any]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        num_streamed = metafunc.config.getoption("--drawn", default=None) or 12
+        num_streamed = metafunc.config.getoption("--drawn", default=None) or 8
         metafunc.parametrize(("back_end", "seed", "num_ranks"), drawn_cases(num_streamed))
     elif "back_end" in metafunc.fixturenames:
         metafunc.parametrize(("back_end", "name"), example_cases())
