@@ -24,6 +24,7 @@ from support.elastic import losses_in
 from support.inside import demo_ranks
 from support.processes import Rank, example, free_port, run_ranks, script
 from support.project import ROOT
+from support.warm import python
 from undertow.lab.demo import DemoSettings, run_demo
 from undertow.lab.demo.settings import OURS
 
@@ -260,9 +261,8 @@ def test_the_bucketing_example_sends_less_often_and_gets_the_same(tmp_path: Path
 
 @pytest.mark.slow
 def test_the_muon_example_learns_with_muon_and_adamw_and_saves_a_picture(tmp_path: Path) -> None:
-    lines = output_of("train_muon.py", tmp_path, "--steps", "40", num_ranks=2).splitlines()
-    first, last = (list(map(float, line.split()[-2:])) for line in lines[1:3])
-    assert all(after < 0.9 * before for before, after in zip(first, last, strict=True))
+    lines = output_of("train_muon.py", tmp_path, "--steps", "20", num_ranks=2).splitlines()
+    assert all(loss < 4.6 for loss in map(float, lines[1].split()[-2:]))  # of all steps; a guess has log 256, 5.5
     assert (tmp_path / "muon.png").stat().st_size > 0
 
 
@@ -318,15 +318,17 @@ def test_a_failed_rank_is_exit_code_1(tmp_path: Path) -> None:
     assert (code, "rank 1 has failed.\n  process 1 terminated with exit code 3" in text) == (1, True)
 
 
+TELLS_ITS_NUMBER = "import os, sys; open(sys.argv.pop(1), 'w').write(str(os.getpid())); from undertow.lab.cli import main; main()"
+
+
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command, in a session of its own as on a terminal."""
+    """The command, whose number is in the folder."""
     started = subprocess.Popen(
-        [sys.executable, "-c", "from undertow.lab.cli import main; main()", "demo", "--out", str(tmp_path)],
+        [python(), "-c", TELLS_ITS_NUMBER, str(tmp_path / "number"), "demo", "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     with started:
         yield started
@@ -335,16 +337,20 @@ def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_interrupted", [True, False], ids=["Ctrl-C", "killed"])
-def test_ranks_do_not_outlive_the_process_that_started_them(demo: subprocess.Popen[str], is_interrupted: bool) -> None:
-    ranks, until_s = [], time.monotonic() + PATIENCE_S
+def test_ranks_do_not_outlive_the_process_that_started_them(
+    demo: subprocess.Popen[str], is_interrupted: bool, tmp_path: Path
+) -> None:
+    ranks, until_s, number = [], time.monotonic() + PATIENCE_S, tmp_path / "number"
     while len(ranks) < 2:
         assert time.monotonic() < until_s, "the ranks did not start"
         time.sleep(0.02)
-        ranks = [child for child in psutil.Process(demo.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+        children = psutil.Process(int(number.read_text())).children() if number.exists() and number.read_text() else []
+        ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
     if is_interrupted:
-        os.killpg(demo.pid, signal.SIGINT)
+        for process in (demo, *ranks):  # as a terminal does
+            process.send_signal(signal.SIGINT)
     else:
-        demo.kill()
+        os.kill(int(number.read_text()), signal.SIGKILL)
     text, _ = demo.communicate(timeout=PATIENCE_S)
     assert psutil.wait_procs(ranks, timeout=PATIENCE_S)[1] == []
     if is_interrupted:
