@@ -41,7 +41,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.deep
 @in_ranks(2)
-@pytest.mark.parametrize("order", some([(order,) for order in permutations(["outer", "module", "optimizer"])], most=1))
+@pytest.mark.parametrize("order", some([(order,) for order in [*permutations(["outer", "module", "optimizer"])][::2]], most=1))
 @pytest.mark.parametrize("num_steps", some([4, 7], most=1))
 def test_the_states_of_a_run_may_be_loaded_in_any_order(order: tuple[str, ...], num_steps: int) -> None:
     with replica(net(), OUTER) as ddp:

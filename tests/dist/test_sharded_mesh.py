@@ -129,6 +129,7 @@ def test_steps_in_shards_have_the_bits_of_a_plain_optimizer_after_a_mean_by_hand
         assert 0.4 < held / sum(param.to_local().numel() for param in model.parameters()) < 0.6
 
 
+@pytest.mark.deep
 @ON_A_MESH
 def test_steps_in_shards_have_the_bits_of_torchs_replicate_and_train_as_a_single_process() -> None:
     with on_mesh(strategy="zero1") as (mesh, model, other):

@@ -158,7 +158,7 @@ def micro_batch(net: nn.Module, kind: str, batch: Tensor, replica: int) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", some(range(3), most=1))
+@pytest.mark.parametrize("seed", some(range(2), most=1))
 @ON_A_MESH
 def test_drawn_programs_have_the_gradients_of_a_mean_by_hand(seed: int) -> None:
     with on_mesh() as (mesh, model, bare):
@@ -870,7 +870,6 @@ def look_at_the_loss(model: DistributedDataParallel, batch: Tensor) -> None:
 
 LOOKS: dict[str, tuple[set[int], Callable[[DistributedDataParallel, Tensor], None]]] = {
     "a rank at a gradient": ({0}, look_at_a_gradient),
-    "a place at a gradient": ({0, 2}, look_at_a_gradient),
     "a replica evaluates": ({0, 1}, evaluate),
     "a replica at its loss": ({0, 1}, look_at_the_loss),
 }

@@ -23,9 +23,9 @@ SCRIPTS = [block for block in BLOCKS if block.language == "python"]
 COMMAND = re.compile(r"# (?:torchrun --nproc-per-node=(\d) |python )((?:script|quickstart|slow)\.py.*)\n")
 PART = re.compile(r"# Part of a script\.(?: It needs: ([\w, \n#]+)\.)?\n")
 FAILS = "two ranks, fails"
-# These have tests of their own: the long tutorial with fewer steps, Ray's job, the script over a slow link, and the README's
-# in new interpreters (test_start.py, tests/frameworks/test_ray.py, test_snippets.py, test_readme.py).
-ELSEWHERE = ("quickstart.py", "ray.train.torch", "slow.py", "README.md")
+# These have tests of their own: the long tutorial with fewer steps, Ray's job, and the script over a slow link (test_start.py,
+# tests/frameworks/test_ray.py, test_snippets.py).
+ELSEWHERE = ("quickstart.py", "ray.train.torch", "slow.py")
 # Of packages that tests have not.
 FRAMEWORKS = {"lightning": "lightning", "accelerate": "accelerate", "transformers": "transformers"}
 

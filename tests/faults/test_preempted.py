@@ -6,7 +6,7 @@ from preempted.runs import MOMENTS, STRATEGIES, kill, preemption, problems_of_ki
 from support.levels import some
 
 # The first seeds that draw each of the moments, every strategy, one rank and all of them.
-SEEDS = (5, 1, 6, 8, 12, 14, 15, 16, 19)
+SEEDS = (1, 5, 6, 8, 12, 14, 15, 16, 19)
 
 
 @pytest.mark.parametrize("seed", some(SEEDS, most=1))
