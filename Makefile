@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 QUICK := not (slow or deep or waits or alone or root or bench or gpu) or smoke
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-torch test-oldest works-with mutants soak bench bench-peers figures lint format docs dist clean
+.PHONY: help demo test test-all test-products test-torch test-oldest works-with mutants soak bench bench-peers figures lint format docs dist clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -29,8 +29,11 @@ test: $(READY)test ## Run most behaviors once (3 minutes); make test ARGS="tests
 	$(PYTEST) -n 3 --dist worksteal -m "$(QUICK)" $(ARGS)
 
 test-all: $(READY)test $(READY)integrations ## Run everything, torch's own tests of its class too (25 to 30 minutes)
-	$(PYTEST) -n 3 --dist worksteal --thorough --no-unexpected-skips -m "not alone"
-	$(PYTEST) --thorough --no-unexpected-skips -m alone $$(grep -rl --include="test_*.py" mark.alone tests)
+	$(PYTEST) -n 3 --dist worksteal --no-unexpected-skips -m "not alone"
+	$(PYTEST) --no-unexpected-skips -m alone $$(grep -rl --include="test_*.py" mark.alone tests)
+
+test-products: $(READY)test ## Run tests with every two values of their parameters together: before a release
+	$(PYTEST) -n 3 --dist worksteal --thorough -m "not (slow or waits or alone or root or bench)" $(ARGS)
 
 test-torch: $(READY)test ## Run torch's own tests of its class with ours in its place, and compare with what is recorded
 	PYTHONPATH=tests $(BIN)/python -m torch_suite $(ARGS)

@@ -1,6 +1,8 @@
 """Settings and fixtures of all tests."""
 
 import contextlib
+import gc
+import multiprocessing
 import shlex
 import signal
 import sys
@@ -18,6 +20,7 @@ from undertow.lab.cli import main
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=50, print_blob=True)
 POOLS, SERVERS = RankPools(), contextlib.ExitStack()
+gc.disable()  # until tests are collected: each time it would look through all of torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist have those of the process that starts them
         SERVERS.enter_context(warm.servers())
+        named = config.getoption("tx", None) or []
+        config.option.tx = [f"popen//python={warm.python()}" if it == "popen" else it for it in named]
+    # Workers, and the servers off which they fork ranks, are forked off one process that has torch.
+    warm.start_new_interpreters()
+    multiprocessing.set_executable(warm.python())
     settings.load_profile("thorough" if config.getoption("thorough") else "default")
 
 
@@ -41,6 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept |= selection.without_products((item for item in items if item not in once), together=2)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = sorted((item for item in items if item in kept), key=_place)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _place(item: pytest.Item) -> int:
@@ -55,10 +68,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("in_ranks")
     if mark is not None:
         metafunc.fixturenames.append("num_ranks")
-        # A test with parameters of its own meets every number of ranks with some of their values.
-        is_short = not metafunc.config.getoption("thorough") and metafunc.definition.get_closest_marker("parametrize") is None
-        sizes = mark.args[:1] if is_short else mark.args
-        metafunc.parametrize("num_ranks", sizes, ids=[f"{size} ranks" for size in sizes])
+        # A test with parameters of its own meets every number of ranks with some of their values; another one is for the first.
+        further = [pytest.mark.deep] if metafunc.definition.get_closest_marker("parametrize") is None else []
+        first, *others = mark.args
+        sizes = [pytest.param(first), *(pytest.param(size, marks=further) for size in others)]
+        metafunc.parametrize("num_ranks", sizes, ids=[f"{size} ranks" for size in mark.args])
 
 
 @pytest.hookimpl(tryfirst=True)

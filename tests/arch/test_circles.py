@@ -1,6 +1,7 @@
 """No module leads back to itself, and no class name is given twice."""
 
 import ast
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,12 @@ from pathlib import Path
 from support.project import ROOT, SOURCES
 
 PACKAGE = ROOT / "src" / "undertow"
-TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in SOURCES}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Not while tests are collected, which every worker does."""
+    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in SOURCES}
 
 
 def imports(path: Path, tree: ast.AST) -> Iterator[Path]:
@@ -18,12 +24,12 @@ def imports(path: Path, tree: ast.AST) -> Iterator[Path]:
             module = Path(*node.module.split(".")[1:])
             found = {module.with_suffix(".py") if module.name else module, module / "__init__.py"}
             found |= {module / f"{alias.name}.py" for alias in node.names}
-            yield from (TREES.keys() & found) - {path}
+            yield from (trees().keys() & found) - {path}
 
 
 def in_circles() -> set[Path]:
     """Files that lead back to themselves."""
-    edges = {path: set(imports(path, tree)) for path, tree in TREES.items()}
+    edges = {path: set(imports(path, tree)) for path, tree in trees().items()}
     reached: dict[Path, set[Path]] = defaultdict(set)
     for path in edges:
         left = [path]
@@ -39,5 +45,5 @@ def test_no_module_is_in_a_circle_of_imports() -> None:
 
 
 def test_no_class_name_is_given_twice() -> None:
-    names = Counter(node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1 and not name.startswith("_")] == []

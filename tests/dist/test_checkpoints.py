@@ -112,10 +112,10 @@ def test_training_goes_on_with_the_same_bits(
         (Setup("oddities", optimizer="NAdam"), [(4, "zero1", ()), (2, "zero1", ()), (3, "zero1", ())]),
         *(
             (setup, [SQUARE, (2, "zero1", ()), SQUARE, (4, "hybrid", (4, 1)), (2, "hybrid", (1, 2)), SQUARE])
-            for setup in (Setup(), Setup("brain"), Setup("tied transformer", optimizer="SGD"))
+            for setup in (Setup(), Setup("brain"))
         ),
     ],
-    ids=["oddities of four ranks", "mlp by meshes", "brain by meshes", "tied transformer by meshes"],
+    ids=["oddities of four ranks", "mlp by meshes", "brain by meshes"],
 )
 def test_so_it_does_from_more_ranks_and_over_meshes(
     pools: dict[int, Ranks], tmp_path: Path, setup: Setup, stages: list[Stage]

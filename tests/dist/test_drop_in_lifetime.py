@@ -434,13 +434,13 @@ def _target(descriptor: str) -> str:
 @in_ranks(2)
 @pytest.mark.parametrize("name", WRAPS)
 def test_nothing_is_left_of_many_wraps(name: str) -> None:
-    for number in range(40):
-        if number == 10:
+    for number in range(16):
+        if number == 6:
             dist.barrier()
-            after_10 = held_at_rest()
+            after_6 = held_at_rest()
         WRAPS[name]()
     dist.barrier()
-    assert grown_since(after_10) == {}
+    assert grown_since(after_6) == {}
 
 
 def storages() -> dict[int, int]:

@@ -41,7 +41,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.deep
 @in_ranks(2)
-@pytest.mark.parametrize("order", some([(order,) for order in permutations(["outer", "module", "optimizer"])], most=1))
+@pytest.mark.parametrize("order", some([(order,) for order in [*permutations(["outer", "module", "optimizer"])][::2]], most=1))
 @pytest.mark.parametrize("num_steps", some([4, 7], most=1))
 def test_the_states_of_a_run_may_be_loaded_in_any_order(order: tuple[str, ...], num_steps: int) -> None:
     with replica(net(), OUTER) as ddp:
@@ -189,7 +189,7 @@ class DrawnRun:
 
 @pytest.mark.deep
 @in_ranks(2)
-@pytest.mark.parametrize("seed", some(range(16), most=1))
+@pytest.mark.parametrize("seed", some(range(8), most=1))
 def test_a_drawn_program_with_events_between_steps_is_the_reference(seed: int) -> None:
     drawn = random.Random(seed)
     with contextlib.ExitStack() as stack:
@@ -200,7 +200,7 @@ def test_a_drawn_program_with_events_between_steps_is_the_reference(seed: int) -
 
 @pytest.mark.deep
 @in_ranks(2, is_fresh=True)
-@pytest.mark.parametrize("seed", some(range(6), most=1))
+@pytest.mark.parametrize("seed", some(range(3), most=1))
 def test_other_settings_on_one_replica_are_the_same_error_in_the_same_step_after_any_events(seed: int) -> None:
     drawn = random.Random(seed)
     name, value = drawn.choice([("lr", 0.02), ("betas", (0.8, 0.999)), ("weight_decay", 0.1)])

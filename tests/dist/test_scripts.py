@@ -24,6 +24,7 @@ from support.elastic import losses_in
 from support.inside import demo_ranks
 from support.processes import Rank, example, free_port, run_ranks, script
 from support.project import ROOT
+from support.warm import python
 from undertow.lab.demo import DemoSettings, run_demo
 from undertow.lab.demo.settings import OURS
 
@@ -41,22 +42,14 @@ for _ in range(3):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 """
-SCRIPTS = pytest.mark.parametrize(
-    "source",
-    [SCRIPT, SCRIPT.replace("torch.optim.SGD(model.parameters(), ", "undertow.ShardedOptimizer(torch.optim.SGD, model, ")],
-    ids=["plain", "gathers in flight"],
-)
+IN_SHARDS = SCRIPT.replace("torch.optim.SGD(model.parameters(), ", "undertow.ShardedOptimizer(torch.optim.SGD, model, ")
 WELL = [(0, ""), (0, "")]  # both exit codes, and what is on stderr
 
 
 @pytest.mark.slow
-@SCRIPTS
-@pytest.mark.parametrize(
-    "ending", ["dist.destroy_process_group()", "", "model.close()"], ids=["destroyed with the model alive", "left open", "closed"]
-)
-def test_a_script_ends_with_exit_code_0(ending: str, source: str, tmp_path: Path) -> None:
-    """In new interpreters: a module that is imported when there is a group may keep it, where forked ranks have it before."""
-    texts = [f"at, number = {str(tmp_path / 'meeting-point')!r}, {number}\n{source}{ending}" for number in range(2)]
+def test_a_script_in_a_new_interpreter_ends_with_exit_code_0_with_gathers_in_flight(tmp_path: Path) -> None:
+    """A module that is imported when there is a group may keep it, where forked ranks have it before."""
+    texts = [f"at, number = {str(tmp_path / 'meeting-point')!r}, {number}\n{IN_SHARDS}" for number in range(2)]
     how = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([sys.executable, "-W", "error", "-c", text], **how) for text in texts]
     try:
@@ -85,9 +78,18 @@ class Forked:
 
 
 @pytest.mark.deep
-@SCRIPTS
-def test_a_script_ends_with_exit_code_0_where_gloo_connects_lazily(source: str) -> None:
-    assert Forked(source, TORCH_GLOO_LAZY_INIT="1").ends == WELL
+@pytest.mark.parametrize(
+    ("source", "ending"),
+    [(SCRIPT, "dist.destroy_process_group()"), (IN_SHARDS, "model.close()"), (SCRIPT, "")],
+    ids=["destroyed with the model alive", "closed with gathers in flight", "left open"],
+)
+def test_a_script_ends_with_exit_code_0(source: str, ending: str) -> None:
+    assert Forked(source + ending).ends == WELL
+
+
+@pytest.mark.deep
+def test_a_script_ends_with_exit_code_0_where_gloo_connects_lazily() -> None:
+    assert Forked(IN_SHARDS, TORCH_GLOO_LAZY_INIT="1").ends == WELL
 
 
 AFTERWARDS = """
@@ -128,7 +130,7 @@ if number == reads:
 @pytest.mark.deep
 @pytest.mark.parametrize(("late", "reads"), [(0, 0), (0, 1)], ids=["the other one", "the late one"])
 def test_a_rank_that_ends_at_once_has_sent_its_shards(late: int, reads: int) -> None:
-    source = SCRIPTS.args[1][1].replace("torch.nn.BatchNorm1d(4)", "torch.nn.Tanh()")
+    source = IN_SHARDS.replace("torch.nn.BatchNorm1d(4)", "torch.nn.Tanh()")
     assert Forked(f"late, reads = {late}, {reads}\n{source}{ENDS_LATE}").ends == WELL
 
 
@@ -190,9 +192,8 @@ def test_the_sharded_example_learns_and_saves_what_a_plain_optimizer_can_load(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_two_sites_learn_one_model_and_save_it(num_ranks: int, tmp_path: Path) -> None:
-    text = output_of("train_two_sites.py", tmp_path, num_ranks=num_ranks)
+def test_two_sites_learn_one_model_and_save_it(tmp_path: Path) -> None:
+    text = output_of("train_two_sites.py", tmp_path, num_ranks=2)
     first, last = losses_in(text, 4)
     assert last < first
     (of_new_data,) = re.findall(r"^loss of new data: (\S+)$", text, re.MULTILINE)
@@ -260,9 +261,8 @@ def test_the_bucketing_example_sends_less_often_and_gets_the_same(tmp_path: Path
 
 @pytest.mark.slow
 def test_the_muon_example_learns_with_muon_and_adamw_and_saves_a_picture(tmp_path: Path) -> None:
-    lines = output_of("train_muon.py", tmp_path, "--steps", "40", num_ranks=2).splitlines()
-    first, last = (list(map(float, line.split()[-2:])) for line in lines[1:3])
-    assert all(after < 0.9 * before for before, after in zip(first, last, strict=True))
+    lines = output_of("train_muon.py", tmp_path, "--steps", "20", num_ranks=2).splitlines()
+    assert all(loss < 4.6 for loss in map(float, lines[1].split()[-2:]))  # of all steps; a guess has log 256, 5.5
     assert (tmp_path / "muon.png").stat().st_size > 0
 
 
@@ -291,28 +291,18 @@ def run_and_read(settings: DemoSettings) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(
-    ("num_ranks", "strategy", "outer", "verdict"),
-    [
-        (2, "ddp", None, "; gradients, parameters and loss are equal, and with int8 the loss is within "),
-        (3, "zero1", 3, "; gradients and loss agree, and with int8 the loss is within "),
-    ],
-)
-def test_all_ways_agree_and_the_picture_is_there(
-    num_ranks: int, strategy: str, outer: int | None, verdict: str, tmp_path: Path
-) -> None:
-    settings = DemoSettings(num_ranks=num_ranks, link="none", num_steps=1, out=tmp_path, strategy=strategy, outer=outer)
+def test_all_ways_agree_and_the_picture_is_there(tmp_path: Path) -> None:
+    settings = DemoSettings(num_ranks=2, link="none", num_steps=1, out=tmp_path, strategy="zero1", outer=3)
     code, text = run_and_read(settings)
-    assert verdict in text
+    assert "; gradients, parameters and loss are equal, and with int8 the loss is within " in text
     assert code == 0
     ours = [way for way in settings.ways if way in OURS and way != "outer"]  # whose replicas have a profile of one rank
-    profiles = [f"profile-{way}.json" for way in ours if num_ranks > 1]
+    profiles = [f"profile-{way}.json" for way in ours]
     assert {path.name for path in tmp_path.iterdir()} == {"demo.png", "demo-dark.png", *profiles}
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith((" yes", " close", " own"))]
     assert (len(rows), len({row[-2] for row in rows if row[-1] == "yes"})) == (len(settings.ways), 1)  # and one loss
-    if num_ranks > 1 and strategy != "ddp":
-        (sharded,) = (row for row in rows if row[:2] == ["Undertow,", f"ZeRO-{strategy[-1]}"])
-        assert int(sharded[-3]) > 0  # the messages that this rank has received
+    (sharded,) = (row for row in rows if row[:2] == ["Undertow,", "ZeRO-1"])
+    assert int(sharded[-3]) > 0  # the messages that this rank has received
 
 
 def fail_in_rank_1(rank: int, *arguments: object) -> None:
@@ -328,15 +318,17 @@ def test_a_failed_rank_is_exit_code_1(tmp_path: Path) -> None:
     assert (code, "rank 1 has failed.\n  process 1 terminated with exit code 3" in text) == (1, True)
 
 
+TELLS_ITS_NUMBER = "import os, sys; open(sys.argv.pop(1), 'w').write(str(os.getpid())); from undertow.lab.cli import main; main()"
+
+
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command, in a session of its own as on a terminal."""
+    """The command, whose number is in the folder."""
     started = subprocess.Popen(
-        [sys.executable, "-c", "from undertow.lab.cli import main; main()", "demo", "--out", str(tmp_path)],
+        [python(), "-c", TELLS_ITS_NUMBER, str(tmp_path / "number"), "demo", "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     with started:
         yield started
@@ -345,16 +337,20 @@ def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_interrupted", [True, False], ids=["Ctrl-C", "killed"])
-def test_ranks_do_not_outlive_the_process_that_started_them(demo: subprocess.Popen[str], is_interrupted: bool) -> None:
-    ranks, until_s = [], time.monotonic() + PATIENCE_S
+def test_ranks_do_not_outlive_the_process_that_started_them(
+    demo: subprocess.Popen[str], is_interrupted: bool, tmp_path: Path
+) -> None:
+    ranks, until_s, number = [], time.monotonic() + PATIENCE_S, tmp_path / "number"
     while len(ranks) < 2:
         assert time.monotonic() < until_s, "the ranks did not start"
         time.sleep(0.02)
-        ranks = [child for child in psutil.Process(demo.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+        children = psutil.Process(int(number.read_text())).children() if number.exists() and number.read_text() else []
+        ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
     if is_interrupted:
-        os.killpg(demo.pid, signal.SIGINT)
+        for process in (demo, *ranks):  # as a terminal does
+            process.send_signal(signal.SIGINT)
     else:
-        demo.kill()
+        os.kill(int(number.read_text()), signal.SIGKILL)
     text, _ = demo.communicate(timeout=PATIENCE_S)
     assert psutil.wait_procs(ranks, timeout=PATIENCE_S)[1] == []
     if is_interrupted:

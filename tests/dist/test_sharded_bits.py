@@ -20,7 +20,6 @@ from support.sharded import (
     OPTIMIZERS,
     ORDERED,
     SMALL,
-    TIED,
     reference,
     require_bits,
     require_equal,
@@ -31,10 +30,8 @@ from support.sharded import (
 
 PLANS: list[dict[str, Any]] = [
     {"bucket_cap_mb": 2e-5},  # a bucket for each parameter
-    SMALL,
     {"bucket_cap_mb": 1e-3, "order": "reverse"},
     {"bucket_cap_mb": (1e-4, 1e-3)},
-    {"bucket_cap_mb": 5e-4},
     {},
 ]
 
@@ -43,7 +40,7 @@ PLANS: list[dict[str, Any]] = [
 @in_ranks(2, 3, 4, timeout_s=120)
 @pytest.mark.parametrize("case", ["mlp", "tied transformer", "convolutions"])
 def test_every_plan_has_the_same_bits(case: str) -> None:
-    require_bits(CASES[case], "AdamW", num_steps=12, plans=PLANS)
+    require_bits(CASES[case], "AdamW", plans=PLANS)
 
 
 @pytest.mark.deep
@@ -59,14 +56,14 @@ def test_a_mesh_with_one_rank_along_an_axis_adds_up_in_rank_order(settings: dict
 @in_ranks(3)
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS.keys() - {"fused AdamW"}))
 def test_every_elementwise_optimizer_has_the_bits_of_the_plain_one(optimizer: str) -> None:
-    require_bits(TIED, optimizer, plans=[{"bucket_cap_mb": 2e-4}])
+    require_bits(MLP, optimizer)
 
 
 @pytest.mark.slow
 @in_ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_parameters_are_alike_under_every_plan(dtype: torch.dtype) -> None:
-    case, settings = NARROW[dtype], {"reduction": "ordered", "num_steps": 8}
+    case, settings = NARROW[dtype], {"reduction": "ordered", "num_steps": 5}
     first, *_ = ways()
     expected = trained(case, **first, **settings)
     assert {param.dtype for param in expected.values()} == {dtype}
@@ -107,9 +104,9 @@ WHOLE = Case(lambda: nn.Linear(20, 12), lambda model, step: model(noise(5, 20, s
 @in_ranks(4)
 def test_the_collectives_of_a_backend_do_the_same() -> None:
     with over_collectives():
-        require_bits(MLP, num_steps=12, among=[{"strategy": "hybrid"}])
-        exact = trained(WHOLE, "hybrid", "SGD", num_steps=12, **SMALL)
-    require_equal(trained(WHOLE, "ddp", "SGD", num_steps=12), exact)
+        require_bits(MLP, among=[{"strategy": "hybrid"}])
+        exact = trained(WHOLE, "hybrid", "SGD", num_steps=6, **SMALL)
+    require_equal(trained(WHOLE, "ddp", "SGD", num_steps=6), exact)
 
 
 @pytest.mark.deep
@@ -222,7 +219,7 @@ EXAMPLES = {
 MESHES = examples("hybrid")
 
 
-# In one process a read that comes too early reads NaN. A mesh of processes runs all of them too.
+# In one process a read that comes too early reads NaN.
 @pytest.mark.parametrize("name", some(EXAMPLES, most=10))
 def test_steps_in_shards_have_the_results_of_the_reference(name: str) -> None:
     ranks_of(2, lambda _: run(EXAMPLES[name]))
@@ -237,7 +234,7 @@ def test_three_ranks_have_them(name: str) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", list(MESHES)[::2])
 @in_ranks(4)
 def test_steps_on_a_mesh_have_them(name: str) -> None:
     run(MESHES[name])

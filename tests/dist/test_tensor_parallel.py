@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import kept_mesh, mesh_of
 from support.tensor_parallel import (
-    GPT,
     WIDTH,
+    WORDS,
     backward_alone,
     gpt,
     mean_by_hand,
@@ -66,18 +67,37 @@ from undertow import (
     stop_on_signal,
 )
 
-STEPS = 20
+STEPS = 6
 # Ranks whose mesh stays: the first steps on one take seconds. Others would find its groups, which have names that count up.
 ON_A_MESH = in_ranks(4, pool="mesh", timeout_s=240.0)
 
 
 @contextlib.contextmanager
-def on_mesh(*, width: int = WIDTH, **settings: Any) -> Iterator[tuple[DeviceMesh, DistributedDataParallel, GPT]]:
+def on_mesh(
+    make: Callable[[DeviceMesh], Any] = gpt, **settings: Any
+) -> Iterator[tuple[DeviceMesh, DistributedDataParallel, Any]]:
     """A wrapped model, and a bare one of the same values."""
     with mesh_of_four() as mesh:
-        model = DistributedDataParallel(gpt(mesh, width=width), device_mesh=mesh["dp"], config=SyncConfig(**settings))
-        yield mesh, model, gpt(mesh, width=width)
+        model = DistributedDataParallel(make(mesh), device_mesh=mesh["dp"], config=SyncConfig(**settings))
+        yield mesh, model, make(mesh)
         model.close()
+
+
+class Layers(nn.Module):
+    """What long runs about plans train: a forward and a backward have a message each of the other axis, at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(self.up(self.embedding(tokens)).tanh()).square().mean()
+
+
+def layers(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(Layers(), mesh["tp"], plan)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -138,7 +158,7 @@ def micro_batch(net: nn.Module, kind: str, batch: Tensor, replica: int) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", some(range(3), most=1))
+@pytest.mark.parametrize("seed", some(range(2), most=1))
 @ON_A_MESH
 def test_drawn_programs_have_the_gradients_of_a_mean_by_hand(seed: int) -> None:
     with on_mesh() as (mesh, model, bare):
@@ -222,7 +242,7 @@ NUM_UNITS = {"int8": 127, "bfloat16": 2**8}
 @pytest.mark.parametrize("wire", some(NUM_UNITS, most=1))
 @ON_A_MESH
 def test_a_format_leaves_equal_bits_on_a_data_axis_near_to_those_in_full_width(wire: str) -> None:
-    with on_mesh(width=32, wire=wire) as (mesh, model, bare):
+    with on_mesh(partial(gpt, width=32), wire=wire) as (mesh, model, bare):
         replica, data, alone = mesh["dp"].get_local_rank(), mesh["dp"].get_group(), gpt(width=32)
         for net in (model, bare):
             net(tokens(0, replica)).backward()
@@ -321,7 +341,7 @@ def as_it_is(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Te
 @ON_A_MESH
 def test_a_format_that_is_tried_is_the_same_at_all_places() -> None:
     """All ranks decide by the slowest one of all, and so hold the same plan in every step."""
-    with on_mesh(wire="auto") as (mesh, model, _):
+    with on_mesh(layers, wire="auto") as (mesh, model, _):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         formats = set()
         for step in range(60):
@@ -665,11 +685,11 @@ def are_same(ours: nn.Module, reference: nn.Module) -> bool:
 
 def written(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
     with torch.no_grad():
-        model.module.blocks[1].mlp.up.weight.to_local().add_(1.0)
+        model.module.up.weight.to_local().add_(1.0)
 
 
 def frozen(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
-    model.module.blocks[1].mlp.up.weight.requires_grad_(False)
+    model.module.up.weight.requires_grad_(False)
 
 
 def added_frozen(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
@@ -686,15 +706,15 @@ def no_steps(_: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> No
 
 Change = Callable[[DistributedDataParallel, torch.optim.Optimizer], None]
 UNLIKE: dict[str, tuple[set[int], Change, type[UndertowError], str]] = {
-    "written": ({2}, written, ReplicaMismatch, "parameter 'blocks.1.mlp.up.weight' has other values on rank 2 than on rank 0."),
-    "frozen": ({2}, frozen, PlanMismatch, "blocks.1.mlp.up.weight"),
+    "written": ({2}, written, ReplicaMismatch, "parameter 'up.weight' has other values on rank 2 than on rank 0."),
+    "frozen": ({2}, frozen, PlanMismatch, "up.weight"),
     "settings": ({2}, other_settings, PlanMismatch, " is 0.1 on rank 0, but 0.2 on rank 2"),
     "steps": ({2}, no_steps, Desync, "ranks are not in the same step."),
     "frozen at one place": (
         {0, 2},
         frozen,
         PlanMismatch,
-        " on rank 0 and 'blocks.1.mlp.up.weight' on rank 1",
+        " on rank 0 and 'up.weight' on rank 1",
     ),
     "a frozen one added at one place": (
         {0, 2},
@@ -710,7 +730,7 @@ UNLIKE: dict[str, tuple[set[int], Change, type[UndertowError], str]] = {
 @in_ranks(4, is_fresh=True, timeout_s=240.0)  # an error on one axis cuts the other one's messages
 def test_a_difference_on_some_ranks_is_told_to_all_places(what: str) -> None:
     ranks, change, error, text = UNLIKE[what]
-    with on_mesh(check_replicas_every=1) as (mesh, model, _):
+    with on_mesh(layers, check_replicas_every=1) as (mesh, model, _):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         start_s = time.monotonic()
 
@@ -733,7 +753,7 @@ def test_differences_in_two_models_are_told_after_a_backward_that_reaches_them_i
     with mesh_of_four() as mesh:
         replica = mesh["dp"].get_local_rank()
         config = SyncConfig(stall_timeout_s=20.0)
-        models = [DistributedDataParallel(gpt(mesh), device_mesh=mesh["dp"], config=config) for _ in range(2)]
+        models = [DistributedDataParallel(layers(mesh), device_mesh=mesh["dp"], config=config) for _ in range(2)]
         optimizer = torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.1)
 
         def loss_of(step: int) -> Tensor:
@@ -749,7 +769,7 @@ def test_differences_in_two_models_are_told_after_a_backward_that_reaches_them_i
         loss = loss_of(1)
         for _ in range(2):  # the second one hears of the first one
             loss.backward(retain_graph=True)
-        assert "blocks.1.mlp.up.weight" in text_of(PlanMismatch, optimizer.step)
+        assert "up.weight" in text_of(PlanMismatch, optimizer.step)
 
 
 def step_that_fails(
@@ -788,7 +808,7 @@ def step_that_fails(
 @ON_A_MESH
 def test_a_step_whose_backward_has_failed_on_some_ranks_is_left_out_at_all_places(ranks: set[int]) -> None:
     """Also while plans are tried, for which all places count the same synchronizations."""
-    with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
+    with on_mesh(layers, stall_timeout_s=30.0) as (mesh, model, bare):
         replica, data = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
         optimizer, by_hand = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, bare))
         for step in range(28):
@@ -862,7 +882,6 @@ def look_at_the_loss(model: DistributedDataParallel, batch: Tensor) -> None:
 
 LOOKS: dict[str, tuple[set[int], Callable[[DistributedDataParallel, Tensor], None]]] = {
     "a rank at a gradient": ({0}, look_at_a_gradient),
-    "a place at a gradient": ({0, 2}, look_at_a_gradient),
     "a replica evaluates": ({0, 1}, evaluate),
     "a replica at its loss": ({0, 1}, look_at_the_loss),
 }
@@ -888,7 +907,7 @@ FORMATS = ["None"] * 23 + ["int8"] * 12 + ["None"] * 2  # after each
 def test_a_look_on_some_ranks_between_two_synchronizations_moves_no_plan_there(what: str) -> None:
     """The other ranks have not heard yet that the first one was sound at all places."""
     ranks, look = LOOKS[what]
-    with on_mesh(wire="auto", check_replicas_every=3, stall_timeout_s=30.0) as (mesh, model, _):
+    with on_mesh(layers, wire="auto", check_replicas_every=3, stall_timeout_s=30.0) as (mesh, model, _):
         optimizer, formats = torch.optim.SGD(model.parameters(), lr=0.1), list[str]()
         number = 1
         while number <= len(FORMATS):
@@ -909,7 +928,7 @@ def test_a_look_on_some_ranks_between_two_synchronizations_moves_no_plan_there(w
 @ON_A_MESH
 def test_a_replica_without_data_moves_to_another_plan_with_the_others() -> None:
     """No optimizer steps, so nothing is heard before the next synchronization."""
-    with on_mesh(stall_timeout_s=30.0) as (mesh, model, bare):
+    with on_mesh(layers, stall_timeout_s=30.0) as (mesh, model, bare):
         replica, data = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
         for step in range(12):
             if replica == 0 or step == 0:

@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import statistics
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,8 @@ from support.emulated import run_over_link
 from support.errors import text_of
 from support.inside import EmulatedLink
 from support.naive import wrapped
-from support.project import ROOT
+from support.processes import Rank, run_ranks, script
 from support.ranks import in_ranks
-from support.warm import python
 from undertow import PhaseError, ShardedOptimizer, attach
 from undertow.lab.traces import merge
 
@@ -53,13 +51,12 @@ class Layer(nn.Module):
         return Slow.apply(self.linear(x))
 
 
-def _traced(strategy: str, folder: str, _link: EmulatedLink) -> float:
-    """Returns the overlap that the report tells, and the number of predicted steps."""
+def _traced(folder: str, _link: EmulatedLink) -> float:
+    """Returns the overlap that the report tells."""
     torch.manual_seed(0)
-    config: Any = {"bucket_cap_mb": 0.15, "strategy": strategy}
+    config: Any = {"bucket_cap_mb": 0.15, "strategy": "zero1"}
     with wrapped(nn.Sequential(*(Layer() for _ in range(4))), **config) as ddp:
-        sgd = torch.optim.SGD
-        optimizer = sgd(ddp.parameters(), lr=0.01) if strategy == "ddp" else ShardedOptimizer(sgd, ddp, lr=0.01)
+        optimizer = ShardedOptimizer(torch.optim.SGD, ddp, lr=0.01)
         for _ in range(24):
             optimizer.zero_grad()
             ddp(torch.ones(2, 200)).sum().backward()
@@ -71,9 +68,8 @@ def _traced(strategy: str, folder: str, _link: EmulatedLink) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_the_steps_of_all_ranks_are_side_by_side_in_a_merged_trace(strategy: str, tmp_path: Path) -> None:
-    found = run_over_link(partial(_traced, strategy, str(tmp_path)), "100mbit")
+def test_the_steps_of_all_ranks_are_side_by_side_in_a_merged_trace(tmp_path: Path) -> None:
+    found = run_over_link(partial(_traced, str(tmp_path)), "100mbit")
     for reported in found:
         assert 0.1 < reported < 0.95  # neither everything nor nothing
     assert merge(tmp_path, tmp_path / "all.json.gz") == "2 traces of 2 ranks"
@@ -137,7 +133,7 @@ SCRIPT = """
 import torch, torch.distributed as dist
 from torch import nn
 from undertow import DistributedDataParallel as DDP
-dist.init_process_group("gloo")
+rank.meet()
 for size in (2, 3):
     model = DDP(nn.Linear(size, size))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -149,15 +145,17 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+def _runs(source: str, folder: Path, rank: Rank) -> None:
+    os.chdir(folder)
+    os.environ["UNDERTOW_TRACE"] = "traces"
+    script(source, rank)
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_variable_alone_brings_the_trace_of_every_rank(ending: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.format(ending=ENDINGS[ending]))
-    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    env = {**os.environ, "UNDERTOW_TRACE": "traces", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), env.get("PYTHONPATH", "")])
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    for ended in run_ranks(partial(_runs, SCRIPT.format(ending=ENDINGS[ending]), tmp_path), 2, is_script=True):
+        assert ended.exit_code == 0, ended.log
     found = sorted(path.name for path in (tmp_path / "traces").iterdir())
     assert found == [f"trace.rank{rank}{model}.json.gz" for rank in (0, 1) for model in ("-2", "")]
     assert merge(tmp_path / "traces", tmp_path / "all.json.gz") == "4 traces of 2 ranks"

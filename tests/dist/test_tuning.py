@@ -258,8 +258,11 @@ def test_the_steps_of_the_slowest_rank_decide(best: int) -> None:
     ):
         plans.append(lambda: ddp.plan)
         first = len(ddp.plan.buckets)
-        train(ddp, opt, loss_of_stack, steps=range(300))
-        told = ddp.explain()
+        for step in range(0, 300, 20):
+            train(ddp, opt, loss_of_stack, steps=range(step, step + 20))
+            told = ddp.explain()
+            if told.why.startswith("its steps were the fastest: "):  # on every rank, for they decide together
+                break
     assert abs(math.log2(len(ddp.plan.buckets) / best)) < 0.2 < abs(math.log2(first / best)), str(told)
     assert told.why.startswith("its steps were the fastest: "), str(told)
     assert of_all_ranks(str(told)) == [str(told)] * dist.get_world_size()

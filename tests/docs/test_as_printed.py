@@ -23,8 +23,9 @@ SCRIPTS = [block for block in BLOCKS if block.language == "python"]
 COMMAND = re.compile(r"# (?:torchrun --nproc-per-node=(\d) |python )((?:script|quickstart|slow)\.py.*)\n")
 PART = re.compile(r"# Part of a script\.(?: It needs: ([\w, \n#]+)\.)?\n")
 FAILS = "two ranks, fails"
-# The long tutorial has a test of its own with fewer steps, and Ray a job: tests/docs/test_start.py, tests/frameworks/test_ray.py.
-ELSEWHERE = ("quickstart.py", "ray.train.torch")
+# These have tests of their own: the long tutorial with fewer steps, Ray's job, and the script over a slow link (test_start.py,
+# tests/frameworks/test_ray.py, test_snippets.py).
+ELSEWHERE = ("quickstart.py", "ray.train.torch", "slow.py")
 # Of packages that tests have not.
 FRAMEWORKS = {"lightning": "lightning", "accelerate": "accelerate", "transformers": "transformers"}
 
@@ -110,7 +111,11 @@ def test_every_block_has_a_language() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
-    [it for it in SCRIPTS if COMMAND.match(it.code) and not any(name in it.code for name in ELSEWHERE)],
+    [
+        it
+        for it in SCRIPTS
+        if COMMAND.match(it.code) and "README" not in it.page and not any(name in it.code for name in ELSEWHERE)
+    ],
     ids=id_of,
 )
 def test_a_script_runs_as_printed(script: Snippet, tmp_path: Path) -> None:

@@ -1,14 +1,10 @@
 """Every snippet and command of the README is run, or checked differently if a run takes long; every limit has its tests."""
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,9 +53,9 @@ MADE, INSTALLED = (
     ["make demo", "make test", "make docs"],
     ["pip install '.[cli,page]'", "pip install 'undertow[cli,page] @ git+ADDRESS'"],
 )
-LAUNCHED = ["torchrun --nproc-per-node=2 script.py"]
-# tests/runner and tests/dist run these.
+# test_as_printed.py, tests/runner and tests/dist run these.
 ELSEWHERE = [
+    "torchrun --nproc-per-node=2 script.py",
     "undertow run --out DIR torchrun --nproc-per-node=2 train.py",
     "undertow report DIR",
     "undertow simulate",
@@ -67,24 +63,8 @@ ELSEWHERE = [
 ]
 
 
-def shell(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # Not torchrun's default port: other tests may be using it.
-    environment = {
-        **os.environ,
-        "PATH": path,
-        "PET_STANDALONE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.run(
-        ["sh", "-ec", script], cwd=directory, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-
-
 def test_every_command_and_snippet_is_run_or_in_a_list() -> None:
-    assert set(NAMED) == {*MADE, *INSTALLED, *LAUNCHED, *ELSEWHERE}
+    assert set(NAMED) == {*MADE, *INSTALLED, *ELSEWHERE}
     assert [snippet.language for snippet in SNIPPETS] == ["diff", "python", "text"]
 
 
@@ -92,14 +72,6 @@ def test_the_diff_names_what_the_script_imports() -> None:
     before, after = SNIPPETS[0].code.splitlines()
     assert after.removeprefix("+") in FIRST.code
     exec(f"{before.removeprefix('-')}\n{after.removeprefix('+')}", {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", LAUNCHED)
-def test_torchrun_runs_the_script(command: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(FIRST.code)
-    done = shell(command, tmp_path)
-    assert (done.returncode, done.stdout.count("Where a step goes")) == (0, 1), done.stderr
 
 
 # Every limit that docs/limits.md states has tests that show it.

@@ -189,7 +189,7 @@ def test_an_interrupted_job_leaves_no_process_and_goes_on_where_it_was(tmp_path:
 def test_a_job_that_a_scheduler_stops_saves_the_step_in_which_it_stops(tmp_path: Path) -> None:
     """Without a regular checkpoint before: the position is the one at which the ranks have left."""
     options = ("--epochs=400", "--checkpoint-every=100000", "--sample-log=2")
-    how = torchrun(EXAMPLE, *options, num_ranks=2, folder=tmp_path, interpreter=sys.executable)
+    how = torchrun(EXAMPLE, *options, num_ranks=2, folder=tmp_path)
     with subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         until_s = time.monotonic() + PATIENCE_S
         while not has_trained(tmp_path, num_steps=12) and job.poll() is None and time.monotonic() < until_s:

@@ -1,4 +1,4 @@
-"""A small part of `make soak`: one injection of every kind, of a seed that can be chosen."""
+"""A small part of `make soak`: one injection of some kinds, of a seed that can be chosen; other tests have each kind by name."""
 
 from itertools import count
 
@@ -10,7 +10,7 @@ from support.processes import Ended
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", list(KINDS)[::3])
 def test_training_is_as_if_nothing_had_been_or_the_right_error_comes_on_every_rank(kind: str, soak_seed: int) -> None:
     one = next(drawn for number in count() if (drawn := injection(soak_seed, number)).kind == kind)
     verdict = inject(one)

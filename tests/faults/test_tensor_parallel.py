@@ -46,12 +46,9 @@ finally:
 """
 
 FAULTS = [
-    (1, "before backward", "ddp"),
-    (2, "in backward", "zero1"),
-    (3, "before backward", "zero1"),
-    (1, "before backward", "outer"),
-    (2, "in backward", "ddp"),
     (3, "before backward", "ddp"),
+    (2, "in backward", "zero1"),
+    (1, "before backward", "outer"),
     (1, "before backward", "outer axis"),
 ]
 

@@ -6,7 +6,6 @@ Ranks exchange the code of the file for that of a mutant, and then train on logi
 """
 
 import contextlib
-import gc
 import inspect
 import itertools
 import sys
@@ -178,7 +177,6 @@ def cases_of(test: Any) -> Iterator[Case]:
 
 def exchange(file: str, text: str) -> None:
     """Gives this rank the code of a file's other version."""
-    gc.unfreeze()  # to find all functions
     path = Path(undertow.__file__).parent / file
     exchange_code(path, compile(text, str(path), "exec"))
 

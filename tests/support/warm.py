@@ -36,6 +36,12 @@ def python(*modules: str) -> str:
     return path
 
 
+def start_new_interpreters() -> None:
+    """Makes `sys.executable` of a process that was forked itself a new interpreter again."""
+    if _FOLDER in os.environ and sys.executable.startswith(os.environ[_FOLDER]):
+        sys.executable = _interpreter(sys.executable)
+
+
 @contextlib.contextmanager
 def servers() -> Iterator[None]:
     """They are shared by this process and those that it starts, and end with it."""
@@ -49,6 +55,11 @@ def servers() -> Iterator[None]:
 
 
 # The executable, which imports little.
+
+
+def _interpreter(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read().split('"')[1]
 
 
 def _call(path: str, arguments: list[str]) -> NoReturn:
@@ -107,12 +118,12 @@ def _connected(path: str) -> socket.socket:
 def _start_server(path: str) -> None:
     import subprocess
 
-    with open(path, encoding="utf-8") as file:
-        interpreter = file.read().split('"')[1]
     left = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "UNDERTOW", "TORCH"))}
+    if "PYTHONPATH" in os.environ:  # where the library may be
+        left["PYTHONPATH"] = os.environ["PYTHONPATH"]
     with open(f"{path}.log", "w", encoding="utf-8") as log:
         server = subprocess.Popen(
-            [interpreter, _FILE, "serve", path],
+            [_interpreter(path), _FILE, "serve", path],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

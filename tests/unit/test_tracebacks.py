@@ -103,6 +103,7 @@ def test_torchrun_takes_the_rank_that_failed_first_for_the_cause(kind: str, tmp_
     assert time_s > time.time() + 60  # torchrun finds a killed rank when it looks, and may look rarely
 
 
+@pytest.mark.deep
 def test_an_error_that_torch_has_recorded_stays(tmp_path: Path) -> None:
     script = """
 import undertow

@@ -124,8 +124,10 @@ class CompiledPlan:
         )
 
     def recorded_before(self, plan: Plan, reducer: Reducer) -> int | None:
-        """Returns the number of recorded steps under `plan` if that was in force before this plan, as
-        after a trial; None if it was not."""
+        """Returns the number of recorded steps under `plan` if that was in force before this one.
+
+        So it is after a trial. Returns None if it was not.
+        """
         if self._left is None or reducer is not self.reducer or self._left[0] != plan:
             return None
         return self._left[1]

@@ -422,6 +422,7 @@ def test_what_save_checkpoint_does_not_write_is_refused(saved: Path, change: Cal
     assert re.search(expected, found), found
 
 
+@pytest.mark.deep
 @given(st.integers(0, 2**64))
 def test_whatever_is_changed_is_loaded_or_is_an_error_and_no_other_file_is_touched(original: Path, seed: int) -> None:
     folder = original.parent / "changed"
