@@ -1,7 +1,7 @@
 """python -m benchmarks.memory: resident memory that training takes on a rank, in bytes for each parameter.
 
 Parameters, gradients, the state of AdamW, buckets and messages: all that the process has since before the model was made. Each
-system has processes of its own, whose allocator returns what is free (MALLOC_MMAP_THRESHOLD_). Some 50 MB are torch's and gloo's.
+system has processes of its own, whose allocator returns what is free (MALLOC_MMAP_THRESHOLD_).
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ WIDTH, NUM_LAYERS, NUM_STEPS = 1024, 40, 8  # 42 M parameters in fp32, 168 MB
 NUM_COUNTED = 4  # steps at the end
 
 
+def _alone(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.AdamW(model.parameters())
+
+
 def _torch(model: nn.Module, *, is_view: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=is_view)
     return wrapped, torch.optim.AdamW(wrapped.parameters())
@@ -40,6 +44,7 @@ def _sharded(model: nn.Module, **settings: object) -> tuple[nn.Module, torch.opt
 
 
 SYSTEMS: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "compute alone": _alone,
     "torch DDP, defaults": _torch,
     "torch DDP, gradient_as_bucket_view": partial(_torch, is_view=True),
     "Undertow": _plain,

@@ -561,6 +561,21 @@ def test_a_plain_optimizer_that_is_left_behind_warns_once() -> None:
 
 
 @in_ranks(2)
+def test_a_thawed_parameter_of_a_discarded_window_need_not_get_a_gradient_in_the_next_one() -> None:
+    model = branches(frozen=2)
+    weight = model.layers[2].weight
+    with wrapped_and_bare(model) as (ddp, bare):
+        ddp(noise(3, 4), (0, 1)).sum().backward()
+        weight.requires_grad_(True)
+        weight.register_post_accumulate_grad_hook(lambda _: None)
+        with ddp.accumulate():
+            ddp(noise(3, 4)).sum().backward()
+        ddp.zero_grad()
+        backward_alike(ddp, bare, lambda net, step: net(noise(3, 4, step=step), (0, 1)).sum(), steps=[3])
+        assert weight.grad is None
+
+
+@in_ranks(2)
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize(("change", "which"), [(assigned, "'0.weight' and 3 more"), (replaced, "'1.weight' and 1 more")])
 def test_a_sharded_optimizer_that_is_left_behind_raises(

@@ -692,6 +692,10 @@ def frozen(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
     model.module.up.weight.requires_grad_(False)
 
 
+def frozen_last(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
+    list(model.module.parameters())[-1].requires_grad_(False)
+
+
 def added_frozen(model: DistributedDataParallel, _: torch.optim.Optimizer) -> None:
     model.module.register_parameter("extra", nn.Parameter(torch.zeros(3), requires_grad=False))
 
@@ -715,6 +719,12 @@ UNLIKE: dict[str, tuple[set[int], Change, type[UndertowError], str]] = {
         frozen,
         PlanMismatch,
         " on rank 0 and 'up.weight' on rank 1",
+    ),
+    "the last one frozen at one place": (
+        {0, 2},
+        frozen_last,
+        PlanMismatch,
+        "') is True on rank 0 and False on rank 1",
     ),
     "a frozen one added at one place": (
         {0, 2},

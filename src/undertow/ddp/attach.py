@@ -181,7 +181,10 @@ def checked(
         remedy="Wrap the bare module once, without torch's class.",
     )
     require(
-        not isinstance(getattr(module, "sync", None), GradientSync),
+        not (
+            isinstance(module, TorchDistributedDataParallel)
+            and isinstance(getattr(module, "sync", None), GradientSync)
+        ),
         "this module is wrapped already, by undertow.DistributedDataParallel.",
         where=f"{caller}(undertow.DistributedDataParallel(...))",
         remedy="Wrap the bare module once: it is `module` of the wrapper.",

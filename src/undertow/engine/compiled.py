@@ -124,13 +124,15 @@ class CompiledPlan:
         )
 
     def recorded_before(self, plan: Plan, reducer: Reducer) -> int | None:
-        """Returns the number of recorded steps under `plan` if that was in force before this one.
+        """Returns the number of recorded steps under `plan`, or None.
 
-        So it is after a trial. Returns None if it was not.
+        It has one if it is this plan, or the one before, as after a trial.
         """
-        if self._left is None or reducer is not self.reducer or self._left[0] != plan:
+        if reducer is not self.reducer:
             return None
-        return self._left[1]
+        present = self.plan, self.recorded_as
+        known = (present, self._left) if self._left is not None else (present,)
+        return next((number for earlier, number in known if earlier == plan), None)
 
     def round_begins(self, *, is_synchronized: bool) -> list[tuple[Reading, Settings]]:
         """Called when a round starts.

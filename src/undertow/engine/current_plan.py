@@ -232,8 +232,8 @@ class CurrentPlan:
         """Puts the change in force."""
         change, hooks = self.change, self.hooks
         assert change is not None  # else this is not called
-        arrived = hooks.ids_of(hooks.arrivals.arrived).union(hooks.outside)
-        arrived_before = hooks.ids_of(hooks.arrived_before)
+        arrived = hooks.arrived_in_backward()
+        arrived_before = hooks.ids_of(hooks.arrived_before).union(hooks.outside)
         present, ids = dict(self.members.named_params()), change.ids
         self.replaced = {key: ref for key, ref in self.replaced.items() if ref() is not None}
         for name, param in hooks.named_params:

@@ -203,7 +203,7 @@ class Engine(BackwardListener):
             current_plan.is_stale = True
             current_plan.find_change()
         if current_plan.change is not None and id(param) in current_plan.change.ids:
-            current_plan.hooks.outside[id(param)] = param
+            current_plan.hooks.note_outside(param)
             if is_between:
                 self._follow_thawed()
                 self._begin_rounds(private.graph_task_id())

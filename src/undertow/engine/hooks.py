@@ -90,6 +90,7 @@ class ParamHooks:
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         # by id, parameters outside of the plan that have got a gradient
         self.outside: dict[int, Tensor] = {}
+        self._outside_backwards: dict[int, int] = {}  # by id, the last backward of each
         self.tuning: Tuning | None = None  # if there are rounds
         self._engine = engine
         self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
@@ -154,6 +155,19 @@ class ParamHooks:
         self.arrivals.close()
         if self.tuning is not None:
             self.tuning.close()
+
+    def note_outside(self, param: Tensor) -> None:
+        """Called when a parameter outside of the plan has got a gradient."""
+        self.outside[id(param)] = param
+        self._outside_backwards[id(param)] = private.graph_task_id()
+
+    def arrived_in_backward(self) -> set[int]:
+        """Returns by id the parameters that have got a gradient in this backward, in the plan or
+        outside of it."""
+        backward, outside = private.graph_task_id(), self._outside_backwards
+        return self.ids_of(self.arrivals.arrived).union(
+            key for key, each in outside.items() if each == backward
+        )
 
     def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
         """Returns the positions in `bucket` of the `missing` parameters without a gradient since

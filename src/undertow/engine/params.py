@@ -410,6 +410,7 @@ def described_at_all_places(
     """
     described = [_description(spec, param) for spec, param in zip(specs, params, strict=True)]
     for each in described:
+        each["is frozen"] = False
         if "placements" in each:
             for name in ("shape", "axes in memory", "place on the mesh"):
                 del each[name]

@@ -1,5 +1,4 @@
-"""The rounds of one engine: how each begins, how the end of its backward is found, and how it runs
-stage after stage.
+"""The rounds of one engine: how each begins, runs stage after stage, and ends.
 
 Reasons: docs/design/backward.md.
 """
@@ -297,10 +296,8 @@ class Rounds:
         self._checks.report_to_places(ended, is_sound=is_sound, then=then)
 
     def _places_have_told(self, *, is_sound: bool) -> None:
-        """Called on the host of a mesh when it is known if the round was sound at all places: only
-        then it counts, because these choose plans together.
-
-        One rank alone may hear it, when it looks at its loss. So it counts later (`count_told`).
+        """Called on the host of a mesh when it is known if the round was sound at all places, which
+        choose plans together. One rank alone may hear it early, so `count_told` counts it.
         """
         if is_sound:
             self._is_to_count = True
@@ -309,10 +306,8 @@ class Rounds:
             self._forget_window()
 
     def count_told(self) -> None:
-        """Counts the last round, if all places of a mesh have told that it was sound.
-
-        All ranks call this between the same rounds: it may start messages, and move the plan.
-        """
+        """Counts the last round if it was sound at all places of a mesh, between the same rounds on
+        all ranks: it may start messages, and move the plan."""
         is_to_count, self._is_to_count = self._is_to_count, False
         if is_to_count:
             self._count()

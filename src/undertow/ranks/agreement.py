@@ -239,11 +239,9 @@ def _first_difference(
                     f"{kind} {index} is {here} on rank {one} and {there} on rank {other}",
                 )
             if mine != theirs:
-                # The shape first: other fields, such as the order of axes in memory, follow from
-                # it.
-                field = next(
-                    name for name in ("shape", *mine, *theirs) if mine.get(name) != theirs.get(name)
-                )
+                # Other fields follow from these two, such as the order of axes in memory.
+                names = ("is frozen", "shape", *mine, *theirs)
+                field = next(name for name in names if mine.get(name) != theirs.get(name))
                 values = f"{mine.get(field)} on rank {one} and {theirs.get(field)} on rank {other}"
                 return name_of_all, f"{field} of {kind} {index} ({here}) is {values}"
     mine, theirs = first["settings"], second["settings"]

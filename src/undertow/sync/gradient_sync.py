@@ -267,7 +267,7 @@ class GradientSync:
     def full_gradient(self, param: Tensor) -> Tensor | None:
         """Returns the mean gradient of a parameter, whole on this rank.
 
-        Under a sharded optimizer it is a collective call of its group's ranks.
+        Under a sharded optimizer it is a collective call of all ranks of the model.
 
         Args:
             param: A parameter of the module.
