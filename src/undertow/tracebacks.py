@@ -35,6 +35,7 @@ _FILE_OF = "_UNDERTOW_ERROR_FILE_OF"
 # torchrun takes the earliest failure for the cause. For a rank that was killed it takes the time at
 # which it looks, every few seconds.
 _LATER_S = 3600
+_ITS_TIME = "  (The time above is an hour ahead: so torchrun takes the other rank for the cause.)"
 
 
 def shorten_tracebacks() -> None:
@@ -82,7 +83,7 @@ def _tell_torchrun(error: BaseException) -> None:
         return
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, PeerFailed | RankLost):
-        text, later_s = message, _LATER_S
+        text, later_s = f"{message}\n{_ITS_TIME}", _LATER_S
     else:
         trace = _without(error.__traceback__, _is_of_a_package)
         text = "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
