@@ -45,7 +45,7 @@ def test_a_checkpoint_of_sixteen_ranks_is_loaded_on_fewer_and_on_more(tmp_path: 
 @pytest.mark.parametrize("name", ["plain", "zero1"])
 def test_a_model_opens_as_many_files_as_the_page_says(name: str) -> None:
     page = (ROOT / "docs" / "several-nodes.md").read_text()
-    (counts,) = re.findall(r"2\(N-1\) \+ (\d+) open files.*?\(N-1\) \+ (\d+)", page, re.DOTALL)
+    (counts,) = re.findall(r"\| 2\(N-1\) \+ (\d+),.*?\| \(N-1\) \+ (\d+) \|", page, re.DOTALL)
     own, torchs = map(int, counts)
     before = len(os.listdir(OPEN_FILES))
     num_opened = num_open_files(name) - before

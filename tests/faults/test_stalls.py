@@ -280,7 +280,7 @@ ALONE: dict[str, Callable[[DistributedDataParallel, ShardedOptimizer, Path], obj
     STATE: lambda _model, optimizer, _path: optimizer.state_dict(),
     "all ranks, to save a checkpoint": lambda model, _optimizer, path: save_checkpoint(path, model),
     "the mean over ranks": lambda model, _optimizer, _path: model.mean_over_ranks(1.0).wait(),
-    "the shards of bucket 0": lambda model, _optimizer, _path: model.full_gradient(model.module[0].weight),
+    "the comparison of gradients: full_gradient()": lambda model, _optimizer, _path: model.full_gradient(model.module[0].weight),
     "the comparison of all ranks' parameters": lambda model, _optimizer, _path: model.broadcast_parameters(),
     "a reduction over the process group": lambda *_: (
         GradientBucketManager(dist.group.WORLD, [torch.ones(3)]).reduce_bucket_async(0).wait()

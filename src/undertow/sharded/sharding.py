@@ -165,9 +165,8 @@ class Sharding(BucketLayout):
                 placeholder.is_cleared, placeholder.added = True, grad
                 continue
             found[index] = grad
-            # of a second backward, it may require a gradient
-            values = self.group.hardware.keep(grad).detach()
-            values = in_memory_order(values, self.strides[index])
+            # one of a second backward requires a gradient
+            values = in_memory_order(self.group.hardware.keep(grad).detach(), self.strides[index])
             placeholder.part.copy_(values[part.start : part.stop])
             placeholder.bind_to(param)
         return found

@@ -15,7 +15,6 @@ from undertow.engine.step_settings import Settings, written_differ, written_grad
 from undertow.ranks.agreement import Extremes
 from undertow.ranks.transport import OwnGroup
 
-_COMPARISON = "the comparison of gradients that a program may have written"
 # What a rank may have of a parameter's gradient: nothing, a shard of the mean, or a whole gradient,
 # which has its fingerprint after these.
 _NOTHING, _SHARD, _WHOLE = range(3)
@@ -48,7 +47,7 @@ def require_alike(
     if written:
         # A gradient of zeros has the fingerprint 0.
         values[list(written)] = _fingerprints(written, group.device) + _WHOLE
-    extremes = Extremes(group, values, _COMPARISON)
+    extremes = Extremes(group, values, f"the comparison of gradients: {where}")
     differing = extremes.differing()
     if not differing:
         return
