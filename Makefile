@@ -28,7 +28,7 @@ demo: $(READY)cli ## Train with and without overlap on this machine and compare;
 test: $(READY)test ## Run most behaviors once (3 minutes); make test ARGS="tests/unit -k plan"
 	$(PYTEST) -n 3 --dist worksteal -m "$(QUICK)" $(ARGS)
 
-test-all: $(READY)test $(READY)integrations ## Run everything, torch's own tests of its class too (25 to 30 minutes)
+test-all: $(READY)test $(READY)integrations ## Run everything, torch's own tests of its class too (25 minutes)
 	$(PYTEST) -n 3 --dist worksteal --no-unexpected-skips -m "not alone"
 	$(PYTEST) --no-unexpected-skips -m alone $$(grep -rl --include="test_*.py" mark.alone tests)
 
