@@ -240,7 +240,7 @@ def _held_up(report: StepReport) -> str:
     if not busy_ms or busy_ms[report.rank % len(busy_ms)] == min(busy_ms):
         return ""
     waited_ms = max(busy_ms) - min(busy_ms) - report.gather_exposed_ms
-    if waited_ms <= max(report.exposed_ms, _VERDICTS["good"] * report.step_ms):
+    if waited_ms <= max(report.exposed_ms, _VERDICTS["good"] * report.step_ms, _LEAST_MS):
         return ""
     return (
         f"Another rank waits {waited_ms:.1f} ms for rank {report.slowest_rank}, the slowest in "

@@ -171,6 +171,9 @@ NETWORK = (
 )
 INT8 = 'set wire="int8" (or "auto") to send fewer bytes (undertow docs slow-networks).'
 INT8_TOO = 'set wire="int8" (or "auto") and param_wire="int8" to send fewer bytes (undertow docs slow-networks).'
+TOO_SMALL = (
+    "Too small to judge: the step waits 0.80 ms for communication, and waits below 1 ms depend on what else the processors do."
+)
 WAITS_LITTLE = (row(0, 30_000, 64_000, (60_000, 64_000)),)
 ANOTHER_ORDER = row(0, 60_000, 70_000, (60_000, 70_000), ready_us=30_000)
 ADVICE: dict[str, tuple[StepReport, str]] = {
@@ -198,8 +201,11 @@ ADVICE: dict[str, tuple[StepReport, str]] = {
     ),
     "too small": (
         six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700),
-        "Too small to judge: the step waits 0.80 ms for communication, and waits below 1 ms depend on what else the "
-        "processors do.",
+        TOO_SMALL,
+    ),
+    "another rank's wait is too small": (
+        six(buckets=(row(0, 59_000, 60_800, (60_000, 60_800)),), step_us=2_000, cpu_us=700, busy_ms=(1.9, 1.0)),
+        TOO_SMALL,
     ),
     "a late rank": (
         report(*SIX),
