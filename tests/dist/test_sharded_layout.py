@@ -16,7 +16,7 @@ from support.levels import some
 from support.models import noise
 from support.naive import collectives
 from support.ranks import in_ranks
-from support.sharded import MLP, ORDERED, Parameters, parameters, require_equal, require_same_everywhere, training
+from support.sharded import MLP, ORDERED, WRITES, Parameters, Write, parameters, require_equal, require_same_everywhere, training
 from undertow import DistributedDataParallel, PhaseError, ReplicaMismatch, ShardedOptimizer, SyncConfig
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["zero1", "zero2"])
@@ -143,25 +143,12 @@ def test_so_it_does_on_a_mesh(each: Each, dtype: torch.dtype) -> None:
     require_bits_under_rank_0s_order("hybrid", each, dtype)
 
 
-def replaces(param: nn.Parameter) -> None:
-    param.grad = torch.ones_like(param)
-
-
-def removes(param: nn.Parameter) -> None:
-    param.grad = None
-
-
-def clears(param: nn.Parameter) -> None:
-    assert param.grad is not None
-    param.grad.zero_()
-
-
 @in_ranks(2)
 @pytest.mark.parametrize("bucket_cap_mb", [1e-4, 3e-4])  # the gradient has a bucket of its own, or shares one
-@pytest.mark.parametrize("write", some([replaces, removes, clears], most=1))
+@pytest.mark.parametrize("write", some(WRITES, most=1))
 @STRATEGIES
 def test_a_gradient_that_one_rank_has_written_does_not_move_to_rank_0s_order(
-    strategy: str, write: Callable[[nn.Parameter], None], bucket_cap_mb: float
+    strategy: str, write: Write, bucket_cap_mb: float
 ) -> None:
     """The ranks would gather other shards, and wait for each other."""
     settings = {**ORDERED, "bucket_cap_mb": bucket_cap_mb, "order": "observed"}
@@ -184,10 +171,10 @@ def test_a_gradient_that_one_rank_has_written_does_not_move_to_rank_0s_order(
 
 
 @in_ranks(2)
-@pytest.mark.parametrize("write", some([replaces, removes, clears], most=1))
+@pytest.mark.parametrize("write", some(WRITES, most=1))
 @STRATEGIES
 def test_a_gradient_that_one_rank_has_written_before_the_optimizer_is_made_is_an_error_on_every_rank(
-    strategy: str, write: Callable[[nn.Parameter], None]
+    strategy: str, write: Write
 ) -> None:
     """Else each rank would step on its part of another gradient."""
     with wrapped(Crossed(), strategy) as ddp:

@@ -27,7 +27,9 @@ from support.sharded import (
     NARROW,
     ORDERED,
     TIED,
+    WRITES,
     Parameters,
+    Write,
     average_gradients,
     bare_training,
     destroy,
@@ -472,24 +474,8 @@ def test_gradients_may_be_replaced_after_backward_if_every_rank_does_it_alike() 
         )
 
 
-Write = Callable[[nn.Parameter], None]
-
-
-def replaces(param: nn.Parameter) -> None:
-    param.grad = torch.ones_like(param)
-
-
-def removes(param: nn.Parameter) -> None:
-    param.grad = None
-
-
-def clears(param: nn.Parameter) -> None:
-    assert param.grad is not None
-    param.grad.zero_()
-
-
 @in_ranks(2)
-@pytest.mark.parametrize("write", [replaces, removes, clears])
+@pytest.mark.parametrize("write", WRITES)
 def test_a_full_gradient_that_one_rank_has_written_is_an_error_on_every_rank(write: Write) -> None:
     """It would not gather the shards, for which the other rank waits."""
     with training(MLP.model(), "zero1", "SGD") as (ddp, opt):

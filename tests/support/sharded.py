@@ -17,6 +17,7 @@ from undertow import DistributedDataParallel, ShardedOptimizer, SyncConfig
 
 Parameters = dict[str, Tensor]
 Step = Callable[[Any, Any, int], None]  # what a model and its optimizer do in the step of that number
+Write = Callable[[nn.Parameter], None]  # what a program does to a reduced gradient
 OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "plain SGD": (torch.optim.SGD, {"lr": 0.1}),
@@ -234,3 +235,19 @@ NARROW = {
     )
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
 }
+
+
+def replaces(param: nn.Parameter) -> None:
+    param.grad = torch.ones_like(param)
+
+
+def removes(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def clears(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.zero_()
+
+
+WRITES: tuple[Write, ...] = (replaces, removes, clears)
