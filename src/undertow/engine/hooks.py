@@ -88,9 +88,9 @@ class ParamHooks:
             stream_of=self._stream_of,
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
-        # by id, parameters outside of the plan that have got a gradient
-        self.outside: dict[int, Tensor] = {}
-        self._outside_backwards: dict[int, int] = {}  # by id, the last backward of each
+        # By id, parameters outside of the plan that have got a gradient, and the last backward that
+        # was seen to bring one.
+        self.outside: dict[int, tuple[Tensor, int | None]] = {}
         self.tuning: Tuning | None = None  # if there are rounds
         self._engine = engine
         self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
@@ -131,7 +131,7 @@ class ParamHooks:
                 hook = private.hook_gradients(param, self._engine.arrives_outside)
                 self.watched[key] = param, hook
             if may_have_arrived and param.grad is not None:
-                self.outside[key] = param
+                self.outside[key] = param, None
 
     def has_thawed(self) -> bool:
         """Returns True if a watched parameter is trained now and no engine waits for its
@@ -158,16 +158,14 @@ class ParamHooks:
 
     def note_outside(self, param: Tensor) -> None:
         """Called when a parameter outside of the plan has got a gradient."""
-        self.outside[id(param)] = param
-        self._outside_backwards[id(param)] = private.graph_task_id()
+        self.outside[id(param)] = param, private.graph_task_id()
 
     def arrived_in_backward(self) -> set[int]:
         """Returns by id the parameters that have got a gradient in this backward, in the plan or
         outside of it."""
-        backward, outside = private.graph_task_id(), self._outside_backwards
-        return self.ids_of(self.arrivals.arrived).union(
-            key for key, each in outside.items() if each == backward
-        )
+        this = private.graph_task_id()
+        outside = {key for key, (_, backward) in self.outside.items() if backward == this}
+        return self.ids_of(self.arrivals.arrived) | outside
 
     def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
         """Returns the positions in `bucket` of the `missing` parameters without a gradient since
