@@ -33,26 +33,23 @@ def _torch(model: nn.Module, *, is_view: bool = False) -> tuple[nn.Module, torch
     return wrapped, torch.optim.AdamW(wrapped.parameters())
 
 
-def _plain(model: nn.Module, **settings: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _undertow(model: nn.Module, **settings: object) -> tuple[nn.Module, torch.optim.Optimizer]:
     wrapped = DistributedDataParallel(model, config=SyncConfig(**settings))
+    if "strategy" in settings:
+        return wrapped, ShardedOptimizer(torch.optim.AdamW, wrapped)
     return wrapped, torch.optim.AdamW(wrapped.parameters())
-
-
-def _sharded(model: nn.Module, **settings: object) -> tuple[nn.Module, torch.optim.Optimizer]:
-    wrapped = DistributedDataParallel(model, config=SyncConfig(**settings))
-    return wrapped, ShardedOptimizer(torch.optim.AdamW, wrapped)
 
 
 SYSTEMS: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]] = {
     "compute alone": _alone,
     "torch DDP, defaults": _torch,
     "torch DDP, gradient_as_bucket_view": partial(_torch, is_view=True),
-    "Undertow": _plain,
-    'Undertow, wire="int8"': partial(_plain, wire="int8"),
-    "Undertow, Outer(every=2)": partial(_plain, outer=Outer(every=2)),
-    "Undertow, zero1": partial(_sharded, strategy="zero1"),
-    "Undertow, zero1, gradients and parameters in int8": partial(_sharded, strategy="zero1", wire="int8", param_wire="int8"),
-    "Undertow, zero2": partial(_sharded, strategy="zero2"),
+    "Undertow": _undertow,
+    'Undertow, wire="int8"': partial(_undertow, wire="int8"),
+    "Undertow, Outer(every=2)": partial(_undertow, outer=Outer(every=2)),
+    "Undertow, zero1": partial(_undertow, strategy="zero1"),
+    "Undertow, zero1, gradients and parameters in int8": partial(_undertow, strategy="zero1", wire="int8", param_wire="int8"),
+    "Undertow, zero2": partial(_undertow, strategy="zero2"),
 }
 
 
