@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from undertow.lab.cost import Payload
 from undertow.lab.cost.curves import curve_from_samples, line_through
-from undertow.lab.planning.timing import in_equal_parts
+from undertow.lab.cost.payloads import in_equal_parts
 from undertow.lab.profile import Profile
 from undertow.lab.samples import Transfer, cost_samples
 from undertow.plan import Plan

@@ -15,7 +15,6 @@ from typing import Any
 from undertow.errors import ConfigError, one_of, require, suggestion
 from undertow.foreign import as_float, parsed_json
 from undertow.lab.cost import COLLECTIVES, CostCurve, MeasuredCosts
-from undertow.lab.planning import StepTiming
 from undertow.plan import Groups, ParamSpec, Plan, Wires, plan_from_groups
 from undertow.plan.layout import ITEMSIZES, MOST
 from undertow.plan.plan import groups_from_json, wires_from_json
@@ -65,8 +64,7 @@ class Profile:
 
     ```python
     profile = profile_from_file("profile.json")
-    model = StepModel(params=profile.params, timing=profile.timing, costs=profile.costs())
-    choice = choose(model, profile.order)
+    plan = WhatIf.of(profile, num_ranks=64, link="25gbit").planned
     ```
     """
 
@@ -179,17 +177,6 @@ class Profile:
         """
         return tuple(
             sorted(range(len(self.params)), key=lambda param: (self.ready_us[param], -param))
-        )
-
-    @property
-    def timing(self) -> StepTiming:
-        """Times of a step for the planner, since forward began."""
-        return StepTiming(
-            ready_us=[
-                self.forward_us + min(ready_us, self.backward_us) for ready_us in self.ready_us
-            ],
-            backward_end_us=self.forward_us + self.backward_us,
-            used_us=self.used_us,
         )
 
     @property

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from undertow.errors import require
 from undertow.lab.cost import Costs, Payload, payloads_us
-from undertow.lab.planning import payload_of
-from undertow.lab.planning.timing import in_equal_parts
+from undertow.lab.cost.payloads import in_equal_parts, payload_of
 from undertow.lab.profile import NUMBERS, Profile
 from undertow.plan import Bucket, Plan
 from undertow.plan.lane import Lane

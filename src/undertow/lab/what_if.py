@@ -4,6 +4,7 @@ gradients.
 Reasons: docs/design/records.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -11,7 +12,7 @@ from typing import Self
 from undertow.config import SyncConfig
 from undertow.errors import one_of, require
 from undertow.lab.cost import NODE_LINK, Costs, costs_for
-from undertow.lab.planning import Choice, StepModel, choose
+from undertow.lab.planning import Choice, choose, family
 from undertow.lab.profile import Profile
 from undertow.lab.simulate import Conditions, simulate, with_divided_update
 from undertow.plan import (
@@ -19,7 +20,6 @@ from undertow.plan import (
     ParamSpec,
     Plan,
     SizeCaps,
-    Wires,
     group_by_size,
     plan_from_groups,
     plan_in_order,
@@ -27,7 +27,8 @@ from undertow.plan import (
 from undertow.schedule import Strategy, strategy_named
 from undertow.shown import counted
 from undertow.trace import StepRecord
-from undertow.wire import AUTO
+from undertow.tune.trials import wires_of_last
+from undertow.wire import AUTO, AUTO_WIRE
 
 _MIB = 1024 * 1024
 PER_PARAMETER, FIXED, PLANNED, MEASURED = (
@@ -42,6 +43,8 @@ _NOT_HIDDEN = ("emb", "wte", "wpe", "head")  # in names of embeddings and heads
 # Processor time of a bucket if processors are the bottleneck: the host packs, launches and binds
 # it, and the backend's threads copy and add. 0.2 to 0.5 ms on the machine of docs/benchmarks.md.
 _HOST_US = 200.0
+# Formats that the model chooses must shorten the step by this share: they cost precision.
+_LEAST_GAIN = 0.01
 _NEEDS_LINK = 'Give the network, such as --ranks 64 --per-node 8 --link "100gbit,5us".'
 
 
@@ -199,8 +202,14 @@ class WhatIf:
 
     @cached_property
     def choice(self) -> Choice:
-        """The plan that the model chooses."""
-        return self._choice(None)
+        """The plan that is predicted to be the fastest, and those that it was chosen from."""
+        plans = family(
+            self.profile.params,
+            self.profile.order,
+            num_ranks=self.num_ranks,
+            num_shards=self._num_shards,
+        )
+        return self._choice(list(plans))
 
     @property
     def compute_us(self) -> float:
@@ -209,23 +218,20 @@ class WhatIf:
 
     @cached_property
     def planned(self) -> Plan:
-        """The best plan, which knows nothing of skew, contention and copies.
+        """The fastest plan of the family; a row of fixed sizes may be faster.
 
-        A row of fixed sizes may be faster. With whole parameters, the plan that training begins
-        with, because it stays.
+        With whole parameters, the plan that training begins with, because it stays.
         """
         if any(spec.is_whole for spec in self.profile.params):
             return self.sized(SyncConfig())
-        best = self.choice.best
-        return self._plan(best.groups, best.wires)
+        return self.choice.best.plan
 
     def plans(self) -> dict[str, Plan]:
         """Returns the compared plans, by the name of their buckets."""
         profile = self.profile
         found = {}
         if profile.groups is not None and self.strategy.name == profile.strategy:
-            wires = profile.wires or (None,) * len(profile.groups)
-            measured = self._plan(profile.groups, wires)
+            measured = self._plan(profile.groups, profile.wires)
             if self.wire != profile.wire:
                 measured = self.in_formats(measured.groups)
             found[MEASURED] = measured
@@ -265,29 +271,47 @@ class WhatIf:
         return self.in_formats(first.groups)
 
     def in_formats(self, groups: Groups) -> Plan:
-        """Returns the plan of these buckets, in the formats that the model chooses."""
-        return self._plan(groups, self._choice(groups).best.wires)
+        """Returns the plan of these buckets, in the formats that are predicted to be the
+        fastest."""
+        plan = self._plan(groups)
+        return self._choice([(1.0, plan)]).best.plan if self.wire == AUTO else self._in(plan)
 
-    def _choice(self, groups: Groups | None) -> Choice:
-        """Returns the choice among all plans, or only of the formats of `groups`."""
-        bucket_us = self.conditions.of(self.profile)["launch_us"]
-        if self.profile.is_measured and self.conditions.launch_us is None:
-            bucket_us = _bucket_us_of(self.profile)
-        model = StepModel(
-            params=self.profile.params,
-            timing=self.profile.timing,
-            costs=self.costs,
-            has_shards=self.strategy.gather is not None,
-            param_wire=self.param_wire,
-            bucket_us=bucket_us,
-            num_shards=self._num_shards or self.num_ranks,
+    def _choice(self, plans: Sequence[tuple[float, Plan]]) -> Choice:
+        """Returns the choice among these plans, given in full width, in the formats of `wire`.
+
+        "auto" is int8 in all buckets or in the last ones, as training tries it, if a step is then 1
+        % faster than in full width.
+        """
+        if self.wire != AUTO:
+            return choose([(share, self._in(plan)) for share, plan in plans], self._predicted_us)
+        wide = choose(plans, self._predicted_us)
+        if self.link is None and self.profile.is_bound_by_processors:
+            return wide  # encoding takes more processor time
+        narrow = choose(
+            [
+                (share, self._plan(plan.groups, wires))
+                for share, plan in plans
+                for wires in (AUTO_WIRE, wires_of_last(plan))
+            ],
+            self._predicted_us,
         )
-        wire = self.wire
-        if self.link is None and wire == AUTO and self.profile.is_bound_by_processors:
-            wire = None  # encoding takes more processor time
-        return choose(model, self.profile.order, wire=wire, groups=groups)
+        is_faster = narrow.best.step_us <= (1 - _LEAST_GAIN) * wide.best.step_us
+        return narrow if is_faster else wide
 
-    def _plan(self, groups: Groups, wires: Wires) -> Plan:
+    def _predicted_us(self, plan: Plan) -> float:
+        """Returns the time by which plans are compared: each bucket costs processor time, more than
+        was measured if processors are the bottleneck."""
+        conditions = self.conditions
+        is_own = self.profile.is_measured and conditions.launch_us is None
+        if is_own and self.profile.is_bound_by_processors:
+            conditions = replace(conditions, launch_us=_HOST_US)
+        return replace(self, conditions=conditions).step(plan).step_us
+
+    def _in(self, plan: Plan) -> Plan:
+        """Returns the plan in the format `wire`, as far as its buckets can have it."""
+        return self._plan(plan.groups, self.wire)
+
+    def _plan(self, groups: Groups, wires: str | Sequence[str | None] | None = None) -> Plan:
         return plan_from_groups(
             self.profile.params,
             groups,
@@ -300,11 +324,6 @@ class WhatIf:
     def _num_shards(self) -> int | None:
         """The ranks of a replica; None is all ranks."""
         return None if self.strategy.crossing is None else self._per_node
-
-
-def _bucket_us_of(profile: Profile) -> float:
-    """Returns the processor time that a bucket costs in backward, in microseconds."""
-    return _HOST_US if profile.is_bound_by_processors else profile.launch_us or 0.0
 
 
 def _format(asked: str | None, of_profile: str | None) -> str | None:

@@ -98,7 +98,7 @@ def owners_of(
 def largest_over_mean(
     params: Sequence[ParamSpec],
     group: Sequence[int],
-    owners: Sequence[int] | None = None,
+    owners: Sequence[int] | None,
     *,
     num_ranks: int,
     wire: str | None = None,
@@ -108,15 +108,13 @@ def largest_over_mean(
 
     These are the largest part's over the mean. If that is above `MOST_OVER_MEAN`, they are those
     of equal pieces, and the largest part once more: of means in the dtype that they were added up
-    in, of a gather as it is. `wire` is the format of gradients. Without `owners`, returns the least
-    that any owners can have; planned ones come near it.
+    in, of a gather as it is. `wire` is the format of gradients. A bucket without `owners` is in
+    equal parts.
     """
     sizes = [params[param].num_bytes for param in group if params[param].is_whole]
-    if not sum(sizes):
+    if owners is None or not sum(sizes):
         return 1.0
-    largest = lower_bound(sizes, num_ranks)
-    if owners is not None:
-        largest = max(totals_by_rank(sizes, [range(len(sizes))], [owners], num_ranks=num_ranks))
+    largest = max(totals_by_rank(sizes, [range(len(sizes))], [owners], num_ranks=num_ranks))
     over_mean = largest * num_ranks / sum(sizes)
     if over_mean <= MOST_OVER_MEAN:
         return over_mean

@@ -175,7 +175,7 @@ class Trials:
         if tries_formats:
             every = [AUTO_WIRE] * len(self.present.buckets)
             yield self._planned(self.present.groups, every)
-            yield self._planned(self.present.groups, _wires_of_last(self.present))
+            yield self._planned(self.present.groups, wires_of_last(self.present))
         if keeps_buckets:
             return
         first = self.present
@@ -216,7 +216,7 @@ class Trials:
         )
 
 
-def _wires_of_last(plan: Plan) -> list[str | None]:
+def wires_of_last(plan: Plan) -> list[str | None]:
     """Returns int8 for the last buckets, at least one, which have a quarter of all bytes."""
     ends = list(accumulate(bucket.num_bytes for bucket in plan.buckets))
     return [AUTO_WIRE if end > (1 - _LAST_BYTES) * ends[-1] else None for end in ends]

@@ -1,6 +1,6 @@
 """Steps that are planned and simulated: profiles, costs that are lines, and every grouping of a few random parameters.
 
-Groupings are timed one event after another: that is what the planner is compared with.
+Groupings are timed one event after another: that is what simulated steps are compared with.
 """
 
 import math
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from support.strategies import spec
-from undertow.lab.planning import StepTiming
 from undertow.lab.profile import Profile
 from undertow.plan import ParamSpec
 
@@ -27,6 +26,10 @@ class LineCosts:
         return fixed + per_byte * np.asarray(num_bytes, dtype=np.float64)
 
     direct_us = collective_us
+
+    def of(self, kind: str, num_bytes: int) -> float:
+        fixed, per_byte = self.lines[kind]
+        return fixed + per_byte * num_bytes
 
 
 def lines(reduction: tuple[float, float], gather: tuple[float, float] = (0, 0)) -> LineCosts:
@@ -63,19 +66,20 @@ class TableCosts:
 
 @dataclass(frozen=True)
 class Case:
-    params: list[ParamSpec]
-    order: list[int]
-    timing: StepTiming
-    costs: TableCosts
-    max_bucket_bytes: float = math.inf
+    params: Sequence[ParamSpec]
+    order: Sequence[int]
+    ready_us: Sequence[float]
+    backward_end_us: float
+    costs: TableCosts | LineCosts
+    used_us: Sequence[float] = ()
     has_shards: bool = False
 
     def finish_us(self, groups: Sequence[Sequence[int]]) -> float:
         sizes = [self.num_bytes(group) for group in groups]
         through, last = 0.0, len(groups) - 1
         for at, group in enumerate(groups):
-            ready = max(self.timing.ready_us[param] for param in group)
-            ready = max(ready, self.timing.backward_end_us) if at == last else ready
+            ready = max(self.ready_us[param] for param in group)
+            ready = max(ready, self.backward_end_us) if at == last else ready
             through = max(through, ready) + self.costs.of("reduce_scatter" if self.has_shards else "all_reduce", sizes[at])
         return through + self._stall_us(groups, sizes) if self.has_shards else through
 
@@ -89,18 +93,17 @@ class Case:
             clock += self.costs.of("all_gather", size)
             there.update({param: max(clock, there[param]) for param in group})
         stall = 0.0
-        for param in sorted(self.order, key=lambda param: self.timing.used_us[param]):
-            stall = max(stall, there[param] - self.timing.used_us[param])
+        for param in sorted(self.order, key=lambda param: self.used_us[param]):
+            stall = max(stall, there[param] - self.used_us[param])
         return stall
 
     def groupings(self) -> Iterator[tuple[int, list[list[int]]]]:
-        """Every way to cut the order into windows that keep to the cap: how many windows, and their buckets."""
+        """Every way to cut the order into windows: how many windows, and their buckets."""
         places = range(1, len(self.order))
         for chosen in product((False, True), repeat=len(places)):
             cuts = [0, *(place for place, is_cut in zip(places, chosen, strict=True) if is_cut), len(self.order)]
             groups = [group for first, stop in pairwise(cuts) for group in self._window(first, stop)]
-            if all(len(group) == 1 or self.num_bytes(group) <= self.max_bucket_bytes for group in groups):
-                yield len(cuts) - 1, groups
+            yield len(cuts) - 1, groups
 
     def _window(self, first: int, stop: int) -> list[list[int]]:
         kinds = [self.params[param].kind for param in self.order[first:stop]]
@@ -143,23 +146,20 @@ def _table(rng: random.Random, sizes: range, shape: str) -> list[float]:
 SHAPES = ("affine", "concave", "steps", "monotone", "wild")
 
 
-def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES, *, has_shards: bool) -> Case:
-    """Up to six parameters of one dtype or two, some of them sparse; with shards up to five, none of them sparse."""
-    num, sizes = (rng.randrange(1, 6), [0, 8, 16, 40, 64]) if has_shards else (rng.randrange(1, 7), [0, 1, 2, 5, 9])
+def random_case(rng: random.Random, shapes: tuple[str, ...] = SHAPES) -> Case:
+    """Up to six parameters of one dtype or two, some of them sparse."""
+    num = rng.randrange(1, 7)
     dtypes = rng.choice([["uint8"], ["uint8"], ["uint8", "bool"]])
-    are_sparse = rng.choices([False, True], [1, 0] if has_shards else [9, 1], k=num)
+    are_sparse = rng.choices([False, True], [9, 1], k=num)
     params = [
-        ParamSpec(name=f"p{i}", shape=(rng.choice(sizes),), dtype=rng.choice(dtypes), itemsize=1, is_sparse=is_sparse)
+        ParamSpec(name=f"p{i}", shape=(rng.choice([0, 1, 2, 5, 9]),), dtype=rng.choice(dtypes), itemsize=1, is_sparse=is_sparse)
         for i, is_sparse in enumerate(are_sparse)
     ]
     ready = times_us(rng, num)
-    order = rng.sample(range(num), num) if rng.random() < 0.3 else sorted(range(num), key=lambda param: ready[param])
-    cap = rng.choice([math.inf, math.inf, 20, 40] if has_shards else [math.inf, math.inf, 4, 10])
     return Case(
         params=params,
-        order=order,
-        timing=StepTiming(ready_us=ready, backward_end_us=max(ready) + rng.choice([0.0, 3.0]), used_us=times_us(rng, num)),
+        order=rng.sample(range(num), num) if rng.random() < 0.3 else sorted(range(num), key=lambda param: ready[param]),
+        ready_us=ready,
+        backward_end_us=max(ready) + rng.choice([0.0, 3.0]),
         costs=table_costs(rng, sum(each.num_bytes for each in params), rng.choice(shapes)),
-        max_bucket_bytes=cap,
-        has_shards=has_shards,
     )

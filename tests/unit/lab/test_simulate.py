@@ -1,4 +1,4 @@
-"""Steps that are simulated: by hand, and against what the planner reckons."""
+"""Steps that are simulated: by hand, and against a sum of one event after another."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from support.errors import refusal
 from undertow.lab.cost import CostCurve, Costs, NodeCosts
-from undertow.lab.planning import StepModel, StepTiming
 from undertow.lab.profile import Profile
 from undertow.lab.simulate import DEFAULTS, IDEAL, Conditions, simulate, with_divided_update
 from undertow.plan import Groups, Plan, plan_from_groups
@@ -25,7 +24,7 @@ from undertow.schedule import (
 )
 from undertow.trace import StepRecord, Trace
 from undertow.wire import WIRES
-from unit.lab.steps import FREE, lines, profile_of
+from unit.lab.steps import FREE, Case, lines, profile_of
 
 # Times are multiples of a microsecond, or end in clocks that add up a few hundred of them: what remains is rounding.
 ROUNDING_US = 1e-6
@@ -191,21 +190,26 @@ def steps(draw: st.DrawFn) -> tuple[Profile, Plan]:
 
 
 @given(steps(), TIMES, TIMES, some_strategy)
-def test_a_step_takes_what_the_planner_has_minimized(
+def test_a_step_takes_the_time_of_its_events_one_after_another(
     step: tuple[Profile, Plan], reduction_us: float, gather_us: float, strategy: Strategy
 ) -> None:
-    # Costs of any size are the same: the planner leaves out padding and trailers. Buckets in ready order, as it makes them.
+    # Costs of any size are the same: the sum leaves out padding and trailers. Buckets in ready order, as a planner makes them.
     profile, given_plan = step
     cuts = [0, *accumulate(len(bucket.params) for bucket in given_plan.buckets)]
     plan = plan_from_groups(profile.params, [profile.order[i:j] for i, j in pairwise(cuts)], num_ranks=given_plan.num_ranks)
     assume(all(bucket.shard_numel for bucket in plan.buckets))  # what holds nothing is not gathered
     costs = lines((reduction_us, 0), (gather_us, 0))
-    timing = StepTiming(ready_us=profile.ready_us, backward_end_us=profile.backward_us, used_us=profile.used_us)
-    has_shards = strategy.gather is not None
-    planned_us = StepModel(params=profile.params, timing=timing, costs=costs, has_shards=has_shards).finish_us(plan.groups)
-    assert simulate(profile, plan, strategy, costs, IDEAL).step_us == pytest.approx(
-        profile.update_us + profile.forward_us + planned_us, abs=ROUNDING_US
+    events = Case(
+        params=profile.params,
+        order=profile.order,
+        ready_us=profile.ready_us,
+        backward_end_us=profile.backward_us,
+        costs=costs,
+        used_us=profile.used_us,
+        has_shards=strategy.gather is not None,
     )
+    summed_us = profile.update_us + profile.forward_us + events.finish_us(plan.groups)
+    assert simulate(profile, plan, strategy, costs, IDEAL).step_us == pytest.approx(summed_us, abs=ROUNDING_US)
 
 
 @given(steps(), COSTS, some_strategy, st.booleans(), st.floats(0, 0.5))

@@ -112,7 +112,6 @@ def test_the_busiest_rank_of_many_exchanges_about_as_much_as_the_mean(num_matric
     params = [replace(spec, is_whole=True) for spec in params]
     (owners,) = owners_of(params, [group], num_ranks=num_ranks)
     assert largest_over_mean(params, group, owners, num_ranks=num_ranks) == pytest.approx(factor)
-    assert largest_over_mean(params, group, num_ranks=num_ranks) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.errors import Call, text_of
 from support.strategies import plans, spec
 from undertow.errors import ConfigError
-from undertow.lab.planning import payload_of
+from undertow.lab.cost.payloads import payload_of
 from undertow.plan import (
     ParamSpec,
     Plan,

@@ -64,8 +64,7 @@ def show_plan(
         print_line(console, f"Network: {what_if.network}")
         print_line(
             console,
-            "The fastest plans of each number of buckets, by the predicted end of the last "
-            "reduction (undertow simulate predicts the whole step):",
+            "The fastest plans of each number of buckets, by the predicted time of a step:",
         )
         for candidate in what_if.choice.candidates:
             print_line(console, f"  {_candidate_text(candidate, plan)}")
@@ -100,10 +99,10 @@ def _bucket_table(plan: Plan) -> Table:
 
 def _candidate_text(candidate: Candidate, present: Plan) -> str:
     """Returns the line of a candidate; the present plan is marked."""
-    row = f"{candidate.finish_us / 1e3:.2f} ms: {counted(len(candidate.groups), 'bucket')}"
+    row = f"{candidate.step_us / 1e3:.2f} ms: {counted(len(candidate.plan.buckets), 'bucket')}"
     if candidate.last_share != 1:
         row += f", the last one {candidate.last_share:g} of the others"
-    row += formats_text(candidate.wires)
-    if present.is_alike(candidate.groups, candidate.wires):
+    row += formats_text(candidate.plan.wires)
+    if present.is_alike(candidate.plan.groups, candidate.plan.wires):
         row += " (this plan)"
     return row

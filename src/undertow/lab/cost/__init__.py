@@ -13,8 +13,8 @@ from undertow.lab.cost.costs import (
     costs_for,
 )
 from undertow.lab.cost.curves import CostCurve, curve_from_samples
-from undertow.lab.cost.formats import Payload, payloads_us
 from undertow.lab.cost.links import LINKS, NODE_LINK, Link, link_from_text
+from undertow.lab.cost.payloads import Payload, payloads_us
 
 __all__ = [
     "COLLECTIVES",

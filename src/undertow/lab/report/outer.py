@@ -7,7 +7,7 @@ from itertools import chain
 from undertow.config import Outer
 from undertow.errors import require
 from undertow.lab.cost import Payload, payloads_us
-from undertow.lab.planning import payload_of
+from undertow.lab.cost.payloads import payload_of
 from undertow.lab.what_if import WhatIf
 from undertow.plan.fragments import chosen_turns, exposed_us, layer_of, layers_of
 from undertow.wire import AUTO

@@ -223,12 +223,12 @@ def test_a_command_says_which_network_strategy_and_skew_it_has_predicted_with(li
 def test_the_plan_of_a_profile_is_the_fastest_that_the_model_predicts_and_the_others_are_listed(undertow: Undertow) -> None:
     _, printed, _ = undertow("plan small.json --link 10gbit,20us")
     choice = what_if().choice
-    assert printed.splitlines()[0] == f"ddp, ranks: 4, parameters: 4, MB: 37.75, buckets: {len(choice.best.groups)}"
+    assert printed.splitlines()[0] == f"ddp, ranks: 4, parameters: 4, MB: 37.75, buckets: {len(choice.best.plan.buckets)}"
     assert "Network: 10gbit,20us, 4 ranks\n" in printed
     rows = re.findall(r"  (\S+) ms: (\d+) buckets?", printed)
-    assert rows == [(f"{it.finish_us / 1e3:.2f}", str(len(it.groups))) for it in choice.candidates]
+    assert rows == [(f"{it.step_us / 1e3:.2f}", str(len(it.plan.buckets))) for it in choice.candidates]
     (present,) = (line for line in printed.splitlines() if line.endswith("(this plan)"))
-    assert f" {choice.best.finish_us / 1e3:.2f} ms: " in present
+    assert f" {choice.best.step_us / 1e3:.2f} ms: " in present
 
 
 NODES = '  Give the network, such as --ranks 64 --per-node 8 --link "100gbit,5us".\n'

@@ -1,12 +1,16 @@
-"""The time of collectives in a format: fewer bytes, but also encoding and decoding."""
+"""The values that collectives carry, and the time they take: in a format they have fewer bytes, but
+are encoded and decoded."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from undertow.lab.cost.costs import Costs, MeasuredCosts
 from undertow.lab.cost.curves import Floats
+from undertow.plan import Bucket, ParamSpec, Plan
+from undertow.plan.owners import largest_over_mean
 from undertow.wire import WIRES
 
 _FP32_MB = 4e-6  # of an element
@@ -30,6 +34,34 @@ class Payload:
         """Returns True if ranks on processors send it to each other, instead of in a collective of
         gloo."""
         return self.is_host and (self.wire is not None or kind != "all_reduce")
+
+
+def payload_of(
+    params: Sequence[ParamSpec], group: Sequence[int], wire: str | None = None
+) -> Payload:
+    """Returns the gradients of a bucket, or its gathered parameters, in a format."""
+    return Payload(
+        num_bytes=sum(params[param].sent_bytes(wire) for param in group),
+        wire=wire,
+        num_encoded=sum(params[param].encoded_numel(wire) for param in group),
+        is_host=all(params[param].device == "cpu" for param in group),
+    )
+
+
+def in_equal_parts(
+    plan: Plan, bucket: Bucket, payload: Payload, *, is_gather: bool = False
+) -> Payload:
+    """Returns the payload in equal parts that takes as long as the bucket's gradients do on their
+    busiest rank, or with `is_gather` its parameters."""
+    factor = largest_over_mean(
+        plan.params,
+        bucket.params,
+        bucket.owners,
+        num_ranks=plan.num_shards,
+        wire=bucket.wire,
+        is_gather=is_gather,
+    )
+    return replace(payload, num_bytes=math.ceil(payload.num_bytes * factor))
 
 
 def payloads_us(costs: Costs, kind: str, payloads: Sequence[Payload]) -> Floats:
