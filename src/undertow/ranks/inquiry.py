@@ -39,16 +39,7 @@ from undertow.ranks.answers import (
     reporters,
     stall_text,
 )
-from undertow.ranks.ring_messages import MessageKind
-
-Message = dict[str, Any]
-
-
-class Neighbor(Protocol):
-    """A connection to a neighbor."""
-
-    @property
-    def rank(self) -> int: ...
+from undertow.ranks.connections import Connection, Message, MessageKind
 
 
 class Party(Protocol):
@@ -58,9 +49,9 @@ class Party(Protocol):
     num_ranks: int
 
     @property
-    def neighbors(self) -> Sequence[Any]: ...
+    def neighbors(self) -> Sequence[Connection]: ...
 
-    def say_to(self, neighbor: Any, kind: MessageKind, **content: Any) -> None:
+    def say_to(self, neighbor: Connection, kind: MessageKind, **content: Any) -> None:
         """Sends a message to one neighbor."""
 
     def say(self, kind: MessageKind, **content: Any) -> None:
@@ -79,8 +70,8 @@ class _Query:
     number: int  # of the asker's queries
     about: Sequence[Call]
     depth: int  # ranks between this one and the asker, and one
-    parent: Neighbor | None  # the neighbor that has asked; None on the asker
-    children: list[Neighbor]  # that have not answered
+    parent: Connection | None  # the neighbor that has asked; None on the asker
+    children: list[Connection]  # that have not answered
     until_s: float  # when this rank answers without them
     found: Answers = field(default_factory=Answers)
     is_answered: bool = False
@@ -118,7 +109,7 @@ class Inquiry:
         children = list(self._ring.neighbors)
         self._begin(_Query(self._ring.rank, number, about, 0, None, children, until_s))
 
-    def hear(self, kind: str, source: Neighbor, message: Message) -> None:
+    def hear(self, kind: str, source: Connection, message: Message) -> None:
         """Handles a message of a neighbor; raises an error if it is malformed."""
         asker, number = int(message["asker"]), int(message["query"])
         if asker not in range(self._ring.num_ranks):
@@ -172,7 +163,7 @@ class Inquiry:
         query = self._query
         return math.inf if query is None or query.is_answered else query.until_s
 
-    def _is_asked(self, asker: int, number: int, source: Neighbor, message: Message) -> None:
+    def _is_asked(self, asker: int, number: int, source: Connection, message: Message) -> None:
         query, about = self._query, calls_from(message["about"])
         if query is not None and (asker, number) == (query.asker, query.number):
             self._has_answered(query, source)  # the two sides have met
@@ -215,7 +206,7 @@ class Inquiry:
         self.is_about_calls = is_about_calls
         self.answers = None
 
-    def _is_answered(self, asker: int, number: int, source: Neighbor, message: Message) -> None:
+    def _is_answered(self, asker: int, number: int, source: Connection, message: Message) -> None:
         query, found = self._query, answers_from(message, self._ring.num_ranks)
         if query is None or (asker, number) != (query.asker, query.number):
             return
@@ -227,7 +218,7 @@ class Inquiry:
         self._has_answered(query, source)
         self._advance()
 
-    def _has_answered(self, query: _Query, source: Neighbor) -> None:
+    def _has_answered(self, query: _Query, source: Connection) -> None:
         query.children = [child for child in query.children if child is not source]
 
     def _advance(self) -> None:

@@ -35,7 +35,6 @@ from undertow.errors import RankLost, UndertowError
 from undertow.ranks import faults, patience
 from undertow.ranks.answers import Ranks
 from undertow.ranks.answers import named as subject
-from undertow.ranks.connections import innermost
 from undertow.ranks.null_watch import NullWatch
 from undertow.torch_private import process_groups
 
@@ -138,6 +137,13 @@ class Lateness:
                     f"rank {self._rank} has waited {waited_s:.0f} s for {subject(late)} to "
                     "synchronize a model."
                 )
+
+
+def innermost(store: Store) -> Store:
+    """Returns the store that prefixes of keys lead to."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,18 +15,10 @@ be lost. One cut link or one lost rank leaves the others connected. Two lost ran
 parts, and each part has a neighbor of a lost rank. A message travels half a round: with 1,000
 ranks, 500 hops of a fraction of a millisecond.
 
-A message is a JSON object with its `kind`, the rank that says it (`from`), and, if it is about one
-model, the `number` of the model. It goes both ways round, up to the rank that has said it. A rank
-forwards a message to its other neighbor before it acts on it, because the message may end it.
-Receiving a message twice changes nothing. A rank that knows a fault of the model forwards no other
-one: its neighbors know one too.
-
-    kind     from whom, when                                  a rank that receives it
-    fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
-    leaves   a rank that closes a model, cannot continue      fails if it waits for that rank
-             with it, or ends
-    answers  a rank that has waited for long, of all ranks    reports them: `inquiry` gathers them
-    tells    a rank that calls `ask`, its digest or text      keeps it for its own `ask`
+A message (`connections.MessageKind` has all kinds) goes both ways round, up to the rank that has
+said it. A rank forwards a message to its other neighbor before it acts on it, because the message
+may end it. Receiving a message twice changes nothing. A rank that knows a fault of the model
+forwards no other one: its neighbors know one too.
 
 Ranks send nothing unless one waits for long. A fault is latched before groups are interrupted, so
 that a thread whose collective breaks finds the reason.
@@ -55,15 +47,12 @@ from undertow.foreign import parsed_json
 from undertow.ranks import faults, patience
 from undertow.ranks.alike import Alike, alike
 from undertow.ranks.answers import Answer, Call
-from undertow.ranks.connections import SILENCE_S, Connection
+from undertow.ranks.connections import DIRECTED, SILENCE_S, Connection, Message, MessageKind
 from undertow.ranks.faults import Activity, Fault
 from undertow.ranks.inquiry import Inquiry
 from undertow.ranks.null_watch import NullWatch
-from undertow.ranks.ring_messages import DIRECTED, MessageKind
 from undertow.ranks.threads import WorkerThread
 from undertow.ranks.transport_errors import is_of_transport, is_timeout
-
-Message = dict[str, Any]
 
 _log = logging.getLogger("undertow")
 
