@@ -475,7 +475,7 @@ def hearing_rank() -> Callable[[bytes], None]:
 
     def hear(message: bytes) -> None:
         ring.hear(source, [message], is_connected=True)
-        watch.report()
+        watch.inquiry.report(watch.left)
 
     return hear
 

@@ -1,4 +1,5 @@
-"""A query of ranks for their activity, and its answers, which are gathered up the ring once.
+"""Has this rank waited too long? A query of ranks for their activity, whose answers are gathered up
+the ring once.
 
         rank 3 asks           the others answer
     2 ◄── 3 ──► 4             2 ──► 3 ◄── 4
@@ -29,7 +30,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from undertow.ranks import patience
+from undertow.config import SyncConfig
+from undertow.ranks import faults, patience
 from undertow.ranks.answers import (
     Answer,
     Answers,
@@ -40,6 +42,7 @@ from undertow.ranks.answers import (
     stall_text,
 )
 from undertow.ranks.connections import Connection, Message, MessageKind
+from undertow.ranks.faults import Fault
 
 
 class Party(Protocol):
@@ -80,7 +83,7 @@ class _Query:
 class Inquiry:
     """The queries about one model that this rank takes part in.
 
-    Used by the guard's thread alone.
+    Used by the guard's thread alone, except `told_about`.
     """
 
     def __init__(self, ring: Party, number: int) -> None:
@@ -91,6 +94,7 @@ class Inquiry:
         self.asked_s = -math.inf  # when the last query began
         self.is_about_calls = False  # the last query confirms calls of the answers before
         self.answers: Answers | None = None  # to the last query, when they have arrived
+        self._told = -math.inf, ""  # time and text of the last report
 
     @property
     def limit_s(self) -> float:
@@ -130,6 +134,50 @@ class Inquiry:
         self._query = None
         self.answers = found
 
+    def stall(self, waited_s: float, limits: SyncConfig, left: Mapping[int, Fault]) -> Fault | None:
+        """Looks at this rank's wait: asks all ranks if it is long, prints their answers, and
+        returns the fault that these show.
+
+        `left` has the ranks that have closed the model, or ended.
+        """
+        now_s = time.monotonic()
+        is_news = self._told[0] < self.asked_s and not self.is_about_calls
+        if is_news and self.answers is not None:
+            text = self.report(left)
+            self._told = now_s, text
+            if text:
+                faults.tell(self._share_of(text, left.keys()))
+        is_over = waited_s > limits.stall_timeout_s
+        if waited_s < limits.stall_warning_s and not is_over:
+            return None
+        pause_s = 2 * self.limit_s
+        about = self.calls_to_confirm()
+        if not (is_over or about):
+            pause_s = max(limits.stall_warning_s, pause_s)
+        if now_s > self.asked_s + pause_s:
+            self.ask(about)
+        elif self.answers is not None:
+            num_ranks = self._ring.num_ranks
+            # if others are late, the wait may be for another rank
+            if left and self.answers.late(num_ranks) <= left.keys():
+                return next(iter(left.values()))
+            if is_over or self.answers.are_in_deadlock(num_ranks):
+                return faults.stalled(self.report(left))
+        return None
+
+    def report(self, left: Mapping[int, Fault]) -> str:
+        """Returns the waits and activities of all ranks, or an empty text if no rank waits."""
+        if self.answers is None:
+            return ""
+        gone = {rank: fault.what for rank, fault in left.items()}
+        return stall_text(self.answers, gone, num_ranks=self._ring.num_ranks)
+
+    def told_about(self, wait: tuple[str, float]) -> str:
+        """Returns the last report if it was printed during this wait, with a name and a start."""
+        told_s, text = self._told
+        waits_for, since_s = wait
+        return text if waits_for and told_s > since_s else ""
+
     def calls_to_confirm(self) -> list[Call]:
         """Returns the calls of ranks that all wait, if they were not asked about them yet."""
         answers = self.answers
@@ -137,15 +185,9 @@ class Inquiry:
             return []
         return sorted(answers.calls) if len(answers.calls) > 1 else []
 
-    def report(self, gone: Mapping[int, str]) -> str:
-        """Returns the waits and activities of all ranks, or an empty text if no rank waits; `gone`
-        has the ends of ranks."""
-        num_ranks = self._ring.num_ranks
-        return "" if self.answers is None else stall_text(self.answers, gone, num_ranks=num_ranks)
-
-    def share_of(self, report: str, gone: Set[int]) -> str:
-        """Returns what this rank prints of a report. Two ranks print all of it: thousands of equal
-        reports in one log hide everything else."""
+    def _share_of(self, report: str, gone: Set[int]) -> str:
+        """Returns the lines of a report that this rank prints. Two ranks print all of it: thousands
+        of equal reports in one log hide everything else."""
         assert self.answers is not None  # the report is made of them
         tellers = reporters(self.answers, gone, num_ranks=self._ring.num_ranks)
         if self._ring.rank in tellers:

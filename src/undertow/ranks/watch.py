@@ -211,7 +211,6 @@ class Watch(NullWatch):
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
         self.own_failure: Fault | None = None  # the error with which this rank has left
         self._before: Answer | None = None  # this rank's last answer to a query
-        self.told = -math.inf, ""  # time and text of the last report
         # By the ranks that are asked: a question of one data axis of a mesh is not another one's.
         self._asks: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self._texts: defaultdict[str, dict[int, str]] = defaultdict(dict)  # of each, by rank
@@ -341,9 +340,7 @@ class Watch(NullWatch):
         # A message that a rank exited normally cannot be overtaken by one that says it did not.
         fault = self.fault or next(iter(self.left.values()), None)
         if fault is None and is_over:
-            told_s, text = self.told
-            waits_for, since_s = self.here.wait
-            fault = faults.timed_out(self.ring.rank, text if waits_for and told_s > since_s else "")
+            fault = faults.timed_out(self.ring.rank, self.inquiry.told_about(self.here.wait))
         if fault is None:
             self.ring.say_failed(error)
         elif self.fault is None:
@@ -365,13 +362,9 @@ class Watch(NullWatch):
         failed = self._failed_peer()
         if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
             self.fail(failed)
-        inquiry = self.inquiry
-        is_news = self.told[0] < inquiry.asked_s and not inquiry.is_about_calls
-        if is_news and inquiry.answers is not None:
-            self.told = now_s, self.report()
-            if self.told[1]:
-                faults.tell(inquiry.share_of(self.told[1], self.left.keys()))
-        self._judge_stall(now_s, waited_s)
+        stall = self.inquiry.stall(waited_s, self.limits, self.left)
+        if stall is not None:
+            self.fail(stall)
 
     def _failed_peer(self) -> Fault | None:
         """Returns the fault of another rank that has left with an error."""
@@ -379,28 +372,6 @@ class Watch(NullWatch):
             if rank != self.ring.rank and fault.kind is PeerFailed:
                 return fault
         return None
-
-    def _judge_stall(self, now_s: float, waited_s: float) -> None:
-        warning_s = self.limits.stall_warning_s
-        is_over = waited_s > self.limits.stall_timeout_s
-        if waited_s < warning_s and not is_over:
-            return
-        inquiry, num_ranks = self.inquiry, self.ring.num_ranks
-        pause_s = 2 * inquiry.limit_s
-        about = inquiry.calls_to_confirm()
-        if now_s > inquiry.asked_s + (pause_s if is_over or about else max(warning_s, pause_s)):
-            inquiry.ask(about)
-        elif inquiry.answers is not None:
-            # if others are late, the wait may be for another rank
-            if self.left and inquiry.answers.late(num_ranks) <= self.left.keys():
-                self.fail(next(iter(self.left.values())))
-            elif is_over or inquiry.answers.are_in_deadlock(num_ranks):
-                self.fail(faults.stalled(self.report()))
-
-    def report(self) -> str:
-        """Returns the waits and activities of all ranks, or an empty text if no rank waits any
-        more."""
-        return self.inquiry.report({rank: fault.what for rank, fault in self.left.items()})
 
     def interrupt(self) -> None:
         """Interrupts every wait over one of the groups."""

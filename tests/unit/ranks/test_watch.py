@@ -163,7 +163,7 @@ def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: Wa
     ids=["this wait", "no wait"],
 )
 def test_the_last_report_is_told_with_the_wait_that_it_is_about(waits_for: str, since_s: float, told: str, alone: Watch) -> None:
-    alone.told = 100.0, "rank 1 has waited 30 s."
+    alone.inquiry._told = 100.0, "rank 1 has waited 30 s."
     alone.here.wait = waits_for, since_s
     assert alone.reason_of(RuntimeError("Operation timed out!")).told == told
 
