@@ -52,11 +52,10 @@ from undertow.ranks.dither import Turn as Turn
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import BACKENDS, Abilities, GroupRef
 from undertow.ranks.handle import ThreadWork
-from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.parcels import FullWidth
 from undertow.ranks.posted_messages import PostedMessages
 from undertow.ranks.transport import OwnGroup
-from undertow.ranks.watch import Ring, Waiting, Watch
+from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
 from undertow.sharded.sharding import Sharding

@@ -45,13 +45,13 @@ from undertow.engine.round import Round, Terms
 from undertow.engine.step_settings import Settings
 from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
-from undertow.ranks.alike import Alike, alike
+from undertow.ranks.answers import Alike, alike
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
 from undertow.ranks.handle import Handle
-from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
+from undertow.ranks.watch import NullWatch
 from undertow.schedule import Op
 from undertow.sharded import shard_exchanges
 from undertow.sync import gradient_sync, group_sync

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from undertow.config import SyncConfig
 from undertow.errors import require
 from undertow.ranks import faults, patience
-from undertow.ranks.faults import Activity
+from undertow.ranks.activity import Activity
+from undertow.ranks.connections import Connection
 from undertow.ranks.handshake import connect_ring
 from undertow.ranks.meeting import NAME, meeting_of
-from undertow.ranks.null_watch import Interruptible, NullWatch
 from undertow.ranks.threads import end_workers
-from undertow.ranks.watch import Ring, Watch
+from undertow.ranks.watch import Interruptible, NullWatch, Ring, Watch
 from undertow.torch_private import process_groups
 
 _log = logging.getLogger("undertow")
@@ -242,19 +242,24 @@ class Guard:
                     # Another thread has closed it, or one before it whose number it has.
                     with contextlib.suppress(ValueError, KeyError):
                         selector.register(neighbor, events, (ring, neighbor))
-            due_s = min((ring.due_s for ring, _ in list(self._rings.values())), default=math.inf)
+            due_s = min(
+                (ring.inquiries.due_s for ring, _ in list(self._rings.values())), default=math.inf
+            )
             until_due_s = max(0.0, due_s - time.monotonic())
             ready = selector.select(min(patience.LOOK_S, until_due_s))
         for key, _ in ready:
-            ring, neighbor = key.data
-            messages, is_connected = neighbor.receive()
-            if not is_connected:
-                neighbor.close()
-            ring.hear(neighbor, messages, is_connected)
+            self._hear(*key.data)
         for ring, _ in list(self._rings.values()):
             ring.look()
         for watch in self._watches():
             watch.judge()
+
+    def _hear(self, ring: Ring, neighbor: Connection) -> None:
+        """Called if a neighbor has sent, or if the connection to it has ended."""
+        messages, is_connected = neighbor.receive()
+        if not is_connected:
+            neighbor.close()
+        ring.hear(neighbor, messages, is_connected)
 
 
 GUARD = Guard()  # one for the process, like sys.excepthook

@@ -297,6 +297,37 @@ class Inquiry:
         )
 
 
+class Inquiries:
+    """The inquiries about the models of a ring, also about models that this rank lacks."""
+
+    def __init__(self, ring: Party) -> None:
+        self._ring = ring
+        self._of_models: dict[int, Inquiry] = {}
+
+    def of(self, number: int) -> Inquiry:
+        """Returns the queries about a model."""
+        return self._of_models.setdefault(number, Inquiry(self._ring, number))
+
+    def forget(self, number: int) -> None:
+        """Drops a model that this rank has closed."""
+        self._of_models.pop(number, None)
+
+    def hear(self, message: Message, source: Connection) -> None:
+        """Handles a message of a neighbor; raises an error if it is malformed."""
+        self.of(int(message["number"])).hear(message["kind"], source, message)
+
+    def look(self) -> None:
+        """Answers queries whose time is over."""
+        for inquiry in list(self._of_models.values()):
+            inquiry.look()
+
+    @property
+    def due_s(self) -> float:
+        """When `look` will have something to do."""
+        inquiries = list(self._of_models.values())
+        return min((inquiry.due_s for inquiry in inquiries), default=math.inf)
+
+
 def _place_in_line(rank: int) -> int:
     """Returns the order of ranks that ask at the same time. Neighbors are far apart in it."""
     return rank * 2_654_435_769 % (1 << 32)

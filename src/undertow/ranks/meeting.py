@@ -35,7 +35,7 @@ from undertow.errors import RankLost, UndertowError
 from undertow.ranks import faults, patience
 from undertow.ranks.answers import Ranks
 from undertow.ranks.answers import named as subject
-from undertow.ranks.null_watch import NullWatch
+from undertow.ranks.watch import NullWatch
 from undertow.torch_private import process_groups
 
 # Flags in the counter of a place, whose lower part counts the ranks that have arrived.

@@ -23,14 +23,14 @@ from undertow.config import SyncConfig
 from undertow.device import device_of
 from undertow.errors import PhaseError, UndertowError
 from undertow.ranks import faults, patience
+from undertow.ranks.activity import Activity
 from undertow.ranks.descriptors import why_too_few
-from undertow.ranks.faults import Activity, raised
+from undertow.ranks.faults import raised
 from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
 from undertow.ranks.guard import meet, watch_over
 from undertow.ranks.handle import Handle, ThreadWork, Work
-from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.threads import Worker
-from undertow.ranks.watch import Watch
+from undertow.ranks.watch import NullWatch, Watch
 from undertow.torch_private import process_groups
 
 _CLOSED = NullWatch()  # of groups that are closed

@@ -1,9 +1,9 @@
 """A rank's watch over the other ranks of a model: it knows which are alive, and which wait.
 
-    Watch   the ranks of one model: the wait of this rank, and the reason why it cannot continue
-    Ring    the ranks of a process group: messages of its models beside the collectives
-
-If ranks cannot connect, or there is only one, a `NullWatch` takes its place (`null_watch`).
+    Ring       the ranks of a process group: messages of its models beside the collectives
+    Watch      the ranks of one model: the wait of this rank, and the reason why it cannot continue
+    NullWatch  takes its place if ranks cannot connect, or if there is only one
+    Waiting    a wait for other ranks; if it fails, the reason is raised
 
         rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        a TCP connection each; two ranks have one
 
@@ -28,6 +28,7 @@ Reasons: docs/design/lost-ranks.md.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -39,20 +40,18 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from reprlib import repr as brief
-from typing import Any
+from typing import Any, Protocol
 
 from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
 from undertow.foreign import parsed_json
 from undertow.ranks import faults, patience
-from undertow.ranks.alike import Alike, alike
-from undertow.ranks.answers import Answer, Call
+from undertow.ranks.activity import Activity
+from undertow.ranks.answers import Alike, Answer, Call, alike
 from undertow.ranks.connections import DIRECTED, SILENCE_S, Connection, Message, MessageKind
-from undertow.ranks.faults import Activity, Fault
-from undertow.ranks.inquiry import Inquiry
-from undertow.ranks.null_watch import NullWatch
+from undertow.ranks.faults import Fault, is_of_transport, is_timeout
+from undertow.ranks.inquiry import Inquiries, Inquiry
 from undertow.ranks.threads import WorkerThread
-from undertow.ranks.transport_errors import is_of_transport, is_timeout
 
 _log = logging.getLogger("undertow")
 
@@ -70,7 +69,7 @@ class Ring:
         # ranks whose process has ended without an error that is fatal to the others
         self.left: dict[int, Fault] = {}
         self._num_watches = 0  # models that this rank has created
-        self._inquiries: dict[int, Inquiry] = {}  # by model; also of models that this rank lacks
+        self.inquiries = Inquiries(self)  # about the waits of all ranks
 
     def join(self, limits: SyncConfig, here: Activity | None = None) -> Watch:
         """Registers a new model of these ranks; each of them calls it, in the same order."""
@@ -92,10 +91,6 @@ class Ring:
         encoded = json.dumps({"kind": kind, "from": self.rank, **content}).encode()
         neighbor.send(encoded, about_wait=kind if kind == MessageKind.ASKS else "")
 
-    def inquiry(self, number: int) -> Inquiry:
-        """Returns the queries about a model."""
-        return self._inquiries.setdefault(number, Inquiry(self, number))
-
     def answer(self, number: int, about: Sequence[Call]) -> tuple[Answer, bool] | None:
         """Returns the answer of this rank's watch over a model, if it has that model."""
         watch = self.watches.get(number)
@@ -104,19 +99,12 @@ class Ring:
     def look(self) -> None:
         """Answers queries whose time is over."""
         with self.condition:
-            for inquiry in list(self._inquiries.values()):
-                inquiry.look()
-
-    @property
-    def due_s(self) -> float:
-        """When `look` will have something to do."""
-        inquiries = list(self._inquiries.values())
-        return min((inquiry.due_s for inquiry in inquiries), default=math.inf)
+            self.inquiries.look()
 
     def forget(self, number: int) -> None:
         """Drops a model that this rank has closed."""
         self.watches.pop(number, None)
-        self._inquiries.pop(number, None)
+        self.inquiries.forget(number)
 
     def hear(self, source: Connection, messages: Sequence[bytes], is_connected: bool) -> None:
         """Handles the messages of a neighbor, and the end of the connection to it."""
@@ -143,7 +131,7 @@ class Ring:
     def _receive(self, message: Message, source: Connection) -> None:
         if message["kind"] in DIRECTED:
             with self.condition:
-                self.inquiry(int(message["number"])).hear(message["kind"], source, message)
+                self.inquiries.hear(message, source)
         else:
             self._spread(message, source)
 
@@ -192,6 +180,55 @@ class Ring:
                 (watch.here.num_steps() for watch in list(self.watches.values())), default=0
             )
             self.say(MessageKind.LEAVES, **faults.left(self.rank, error, num_steps).content())
+
+
+class Interruptible(Protocol):
+    """A group over which this rank may wait: `OwnGroup`, or a group of the user's."""
+
+    def interrupt(self) -> None:
+        """Ends every wait for them."""
+
+
+class NullWatch:
+    """The watch of a rank that has no other ranks, or is connected to none."""
+
+    fault: Fault | None = None  # why no collective can succeed
+    here: Activity | None = None  # of this rank, if others may ask for it
+
+    def __init__(self) -> None:
+        self.groups: list[weakref.ref[Interruptible]] = []  # that this rank may wait for
+
+    def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Context for a wait for other ranks; an error inside it is replaced by its reason if that
+        is known.
+
+        `name` names the wait in reports. Without one, the wait may take any time. Worker threads
+        have none, because a rank reports one wait at a time, the training thread's.
+        """
+        return contextlib.nullcontext()
+
+    def check(self) -> None:
+        """Raises if a rank is gone or has failed."""
+
+    def fail(self, reason: Fault | BaseException) -> None:
+        """Tells all ranks of a fault, or of an error after which this rank cannot continue.
+
+        A fault ends the waits of all ranks at once, and so does an error of this rank alone; raises
+        the reason of the error if it is known. An UndertowError may be one that all ranks are about
+        to raise: it ends the waits for this rank, a little later.
+        """
+
+    def ask(self, text: str, of: Sequence[int] = (), *, most: int = 2) -> list[Alike]:
+        """Tells all ranks a text, and returns the texts of the ranks `of`, by default all, that
+        call this for the same ranks within a second.
+
+        A rank without a text is not among them. Texts may be long, and ranks many: each rank tells
+        a digest, and only the lowest rank of each of the first `most` texts tells all of it.
+        """
+        return []
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leaves the model; with an error, tells the ranks that wait for this one."""
 
 
 class Watch(NullWatch):
@@ -291,7 +328,7 @@ class Watch(NullWatch):
     @property
     def inquiry(self) -> Inquiry:
         """The queries about this model."""
-        return self.ring.inquiry(self.number)
+        return self.ring.inquiries.of(self.number)
 
     def answer(self, about: Sequence[Call]) -> tuple[Answer, bool]:
         """Returns what this rank does, and True if it has been in the same wait since it answered

@@ -14,8 +14,8 @@ import pytest
 from support.levels import some
 from undertow import RankLost, SyncConfig
 from undertow.ranks import faults, patience
-from undertow.ranks.alike import Alike
-from undertow.ranks.faults import Activity
+from undertow.ranks.activity import Activity
+from undertow.ranks.answers import Alike
 from undertow.ranks.watch import Ring, Watch
 
 BUCKET = "bucket 0 ('last.bias')"
