@@ -27,8 +27,9 @@ from undertow.ranks.activity import Activity
 from undertow.ranks.descriptors import why_too_few
 from undertow.ranks.faults import raised
 from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
-from undertow.ranks.guard import meet, watch_over
+from undertow.ranks.guard import watch_over
 from undertow.ranks.handle import Handle, ThreadWork, Work
+from undertow.ranks.meeting import meet
 from undertow.ranks.threads import Worker
 from undertow.ranks.watch import NullWatch, Watch
 from undertow.torch_private import process_groups

@@ -1,13 +1,54 @@
-"""Collectives over process groups of the user's, which have no watch of their own."""
+"""Waits and collectives over process groups of the user's: they use the watch of a model."""
 
+import contextlib
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
 from undertow.device import device_of
-from undertow.ranks.guard import over_users
+from undertow.ranks.guard import GUARD
 from undertow.ranks.handle import Handle, Work
+from undertow.ranks.watch import Interruptible
+from undertow.torch_private import process_groups
+
+
+@contextlib.contextmanager
+def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None]:
+    """Context for a wait over a group of the user's: it ends with the reason if a rank is gone.
+
+    This works if a model is synchronized over the same ranks. Without a name in `what`, the wait
+    may take any time and no rank counts as late. With a name, every rank enters it.
+    """
+    ring = None if group is None else GUARD.ring_of(tuple(dist.get_process_group_ranks(group)))
+    watch = None if ring is None else next(iter(ring.watches.values()), None)
+    if group is None or watch is None:
+        yield
+        return
+
+    users = _UsersGroup(group)
+    weak: weakref.ref[Interruptible] = weakref.ref(users)
+    watch.groups.append(weak)
+    try:
+        watch.check()
+        if what:
+            watch.here.makes_call(what, ())
+        with watch.waiting(what):
+            yield
+    finally:
+        watch.groups.remove(weak)
+
+
+class _UsersGroup:
+    """A group of the user's while this rank waits over it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def interrupt(self) -> None:
+        process_groups.interrupt(self._group)
 
 
 @dataclass(frozen=True, slots=True)
