@@ -72,7 +72,7 @@ class PostedMessages:
         work = ThreadWork()
         before = () if behind is None else (behind,)
         self._posting.submit(self._advance, work, Wait(before, first))
-        return Handle(work, waiter=self.group)
+        return Handle(work, waiter=self.group.waiter)
 
     def _advance(self, work: ThreadWork, wait: Wait, alone: Worker | None = None) -> None:
         """Waits, and runs the next stage. `alone` is the thread of a gather."""

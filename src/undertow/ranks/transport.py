@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, cached_property, partial
 from typing import cast
 
@@ -28,7 +25,7 @@ from undertow.ranks.descriptors import why_too_few
 from undertow.ranks.faults import raised
 from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
 from undertow.ranks.guard import watch_over
-from undertow.ranks.handle import Handle, ThreadWork, Work
+from undertow.ranks.handle import Handle, ThreadWork, Waiter, Work
 from undertow.ranks.meeting import meet
 from undertow.ranks.threads import Worker
 from undertow.ranks.watch import NullWatch, Watch
@@ -68,7 +65,10 @@ class OwnGroup:
         self.num_ranks = len(user.ranks)
         self.backend = user.backend_for(device)
         self.hardware = device_of(device)
-        self.watch: Watch | NullWatch = NullWatch()  # over the other ranks
+        self.watch: Watch | NullWatch = (
+            NullWatch()
+        )  # over the other ranks; another one from `open` on
+        self.waiter = Waiter(self.watch, self.hardware.is_host)  # for the group's works
         # the ranks that must agree on the model
         self.everyone: OwnGroup = within if within is not None and is_axis else self
         self.here: Activity = Activity() if self.everyone is self else self.everyone.here
@@ -135,6 +135,7 @@ class OwnGroup:
             self.watch = watch_over(ranks, self.rank, self.limits, self.here, within_s=within_s)
         else:
             self.watch = self._within.watch
+        self.waiter = Waiter(self.watch, self.hardware.is_host)
         self.watch.groups.append(weakref.ref(self))
         what = "all ranks, to make a process group"
         self.makes_call(what)
@@ -167,7 +168,7 @@ class OwnGroup:
         thread = self.worker("undertow-connects")
         thread.submit(made.run, partial(self._clone, name))
         thread.shutdown()
-        self.complete(made)
+        self.waiter.complete(made)
         return cast(dist.ProcessGroup, made.result())
 
     def _clone(self, name: str) -> dist.ProcessGroup:
@@ -225,7 +226,7 @@ class OwnGroup:
         # dist.all_reduce would call this after many more lines.
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work = self.process_group.allreduce([real], _all_reduce_options(op))
-        return Handle(work, waiter=self, finish=finish)
+        return Handle(work, waiter=self.waiter, finish=finish)
 
     def all_gather(self, tensor: Tensor, name: str) -> Handle:
         """Starts to gather a tensor of each rank, all of one shape and dtype.
@@ -285,45 +286,13 @@ class OwnGroup:
         it is empty."""
         return [over.recv([parts[peer]], peer, tag) for peer in self.peers if parts[peer].numel()]
 
-    def complete(self, work: Work) -> None:
-        """Waits for `work`; on a device, makes the current stream wait.
-
-        Over gloo, the wait ends in one of four ways:
-
-        - Gloo's thread completes the work.
-        - Gloo's thread fails it, because a connection has ended: a rank has died, another rank has
-          given up (`Watch.give_up`), or the group's timeout is over.
-        - The guard's thread interrupts the group (`Watch.judge`), and gloo's thread fails the work.
-        - This thread ends it one look after a rank is known to be gone, if gloo does not fail it.
-
-        Raises the transport's error, or RuntimeError in the last case. A context of `waiting`
-        around the call replaces these by the reason.
-        """
-        is_broken = False
-        while self.hardware.is_host and not work.is_completed():
-            until_s = time.monotonic() + patience.LOOK_S
-            try:
-                work.wait(timedelta(seconds=patience.LOOK_S))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    break
-            # Gloo fails operations when it closes a connection, except a partly sent message.
-            if is_broken:
-                raise RuntimeError(
-                    "the connection to another rank was closed in the middle of a message."
-                )
-            is_broken = self.is_broken
-            # the work may not support a time limit
-            time.sleep(max(0.0, until_s - time.monotonic()))
-        work.wait()  # returns at once, or raises the work's error
-
     def _handle(
         self, work: Work, name: str, result: Tensor, finish: Callable[[], object] | None = None
     ) -> Handle:
         return Handle(
             work,
-            waiter=_NamedWait(self, name),
+            waiter=self.waiter,
+            name=name,
             finish=finish,
             result=result,
             record=self.hardware.record,
@@ -404,18 +373,6 @@ class OwnGroup:
             if others and self.watch.fault is not None and not self.here.wait[0]:
                 # The user's wait ends with an error that names no rank.
                 faults.tell(self.watch.fault.what)
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedWait:
-    """A wait over a group that reports call by its name."""
-
-    group: OwnGroup
-    name: str
-
-    def complete(self, work: Work) -> None:
-        with self.group.waiting(self.name):
-            self.group.complete(work)
 
 
 @cache

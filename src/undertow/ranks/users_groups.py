@@ -4,6 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -52,14 +53,21 @@ class _UsersGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _UsersWait:
-    """A wait over a group of the user's."""
+class _UsersWork:
+    """Work over a group of the user's, with the methods of a dist.Work."""
 
+    work: Work
     group: dist.ProcessGroup
 
-    def complete(self, work: Work) -> None:
+    def wait(self) -> None:
         with over_users(self.group, "a reduction over the process group"):
-            work.wait()
+            self.work.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def get_future(self) -> Any:
+        return self.work.get_future()
 
 
 def all_reduce_over(
@@ -67,7 +75,7 @@ def all_reduce_over(
 ) -> Handle:
     """Starts to reduce `tensor` in place over a group of the user's."""
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-    return Handle(work, waiter=_UsersWait(group), record=device_of(tensor.device).record)
+    return Handle(_UsersWork(work, group), record=device_of(tensor.device).record)
 
 
 def all_gather_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
