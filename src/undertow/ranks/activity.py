@@ -54,11 +54,7 @@ class Activity:
     # how often it has made each collective call, and the last one, by their ranks
     num_calls: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
     last_calls: dict[tuple[int, ...], str] = field(default_factory=dict)
-
-    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
-        """Counts a collective call of `ranks`, or of all ranks if that is empty."""
-        self.num_calls[name, ranks] += 1
-        self.last_calls[ranks] = name
+    _before: Answer | None = None  # the last answer to a query
 
     def num_steps(self) -> int:
         return self.steps()[0]
@@ -86,6 +82,12 @@ class Activity:
             since = f"since synchronization {step}" if step else "yet"
             doing += f", no training forward {since} (if its data has ended: finish())"
         return Answer(step, "", "\n".join((doing, *stack_lines(frames))))
+
+    def answer_again(self, rank: int, about: Sequence[Call]) -> tuple[Answer, bool]:
+        """Returns the answer, and True if this rank has been in the same wait since it answered
+        before."""
+        before, self._before = self._before, self.answer(rank, about)
+        return self._before, self._before.is_like(before)
 
     def _calls(self) -> list[Call]:
         return [

@@ -82,7 +82,8 @@ class OwnGroup:
         self.limits = limits
         # reentrant: collecting a model here may destroy the group being interrupted
         self._destroying = threading.RLock()
-        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        self.is_open = False  # the clone was made
+        self._group: weakref.ref[dist.ProcessGroup] | None = None  # the clone
 
     @cached_property
     def names(self) -> Sequence[int]:
@@ -114,10 +115,6 @@ class OwnGroup:
             tell_of_unknown(self.backend)
         return self.user.abilities_for(self.device)
 
-    @property
-    def is_open(self) -> bool:
-        return self._group is not None
-
     def open(self) -> None:
         """Creates the clone; a collective call before any other over it.
 
@@ -128,7 +125,7 @@ class OwnGroup:
         ranks, timeout = self.user.ranks, self.user.timeout
         within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
         if self.num_ranks == 1:
-            self._group = weakref.ref(self._clone(process_groups.new_name()))
+            self._follow(self._clone(process_groups.new_name()))
             return
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
@@ -148,7 +145,11 @@ class OwnGroup:
                 within_s=within_s,
                 obstacle=self._obstacle(),
             )
-            self._group = weakref.ref(self._made(name))
+            self._follow(self._made(name))
+
+    def _follow(self, clone: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(clone)
+        self.is_open = True
 
     def _obstacle(self) -> str:
         """Returns why this rank cannot make the clone, as `meet` takes it, or an empty text."""
@@ -182,9 +183,7 @@ class OwnGroup:
     def makes_call(self, name: str) -> None:
         """Counts a collective call of all its ranks, in the order of the program: ranks that wait
         compare these counts."""
-        here = self.watch.here
-        if here is not None:
-            here.makes_call(name, self._callers)
+        self.watch.makes_call(name, self._callers)
 
     def tell_places(self, error: UndertowError) -> None:
         """Called before an error that all ranks of this data axis raise: the ranks at other places

@@ -35,7 +35,7 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
     try:
         watch.check()
         if what:
-            watch.here.makes_call(what, ())
+            watch.makes_call(what, ())
         with watch.waiting(what):
             yield
     finally:

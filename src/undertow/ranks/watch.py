@@ -94,7 +94,7 @@ class Ring:
     def answer(self, number: int, about: Sequence[Call]) -> tuple[Answer, bool] | None:
         """Returns the answer of this rank's watch over a model, if it has that model."""
         watch = self.watches.get(number)
-        return None if watch is None else watch.answer(about)
+        return None if watch is None else watch.here.answer_again(self.rank, about)
 
     def look(self) -> None:
         """Answers queries whose time is over."""
@@ -210,6 +210,9 @@ class NullWatch:
     def check(self) -> None:
         """Raises if a rank is gone or has failed."""
 
+    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Counts a collective call of `ranks`, or of all ranks if that is empty."""
+
     def fail(self, reason: Fault | BaseException) -> None:
         """Tells all ranks of a fault, or of an error after which this rank cannot continue.
 
@@ -247,7 +250,6 @@ class Watch(NullWatch):
         self.interrupt_at_s = math.inf
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
         self.own_failure: Fault | None = None  # the error with which this rank has left
-        self._before: Answer | None = None  # this rank's last answer to a query
         # By the ranks that are asked: a question of one data axis of a mesh is not another one's.
         self._asks: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self._texts: defaultdict[str, dict[int, str]] = defaultdict(dict)  # of each, by rank
@@ -259,6 +261,11 @@ class Watch(NullWatch):
         fault = self.fault or self.own_failure
         if fault is not None:
             raise self.give_up(fault)
+
+    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
+        here = self.here
+        here.num_calls[name, ranks] += 1
+        here.last_calls[ranks] = name
 
     def fail(self, reason: Fault | BaseException) -> None:
         if isinstance(reason, Fault):
@@ -329,12 +336,6 @@ class Watch(NullWatch):
     def inquiry(self) -> Inquiry:
         """The queries about this model."""
         return self.ring.inquiries.of(self.number)
-
-    def answer(self, about: Sequence[Call]) -> tuple[Answer, bool]:
-        """Returns what this rank does, and True if it has been in the same wait since it answered
-        before."""
-        before, self._before = self._before, self.here.answer(self.ring.rank, about)
-        return self._before, self._before.is_like(before)
 
     def _wait_for_fault_or(self, arrived: Callable[[], object], patience_s: float) -> None:
         """Waits until a message makes `arrived` true or brings a fault."""

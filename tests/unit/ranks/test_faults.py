@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from support.pages import snippets
 from support.project import ROOT
-from undertow import PeerFailed, RankLost
+from undertow import PeerFailed, RankLost, SyncConfig
 from undertow.engine.checks import mismatch
 from undertow.engine.nonfinite import Finding
 from undertow.ranks import faults
 from undertow.ranks.activity import Activity, doing_in, frames_of, stack_lines
 from undertow.ranks.answers import Answer, Answers, Call, Ranks, answers_from, stall_text
+from undertow.ranks.watch import Ring
 
 
 def table(answers: dict[int, Answer]) -> Answers:
@@ -123,9 +124,10 @@ def answers_after(*programs: Program) -> dict[int, Answer]:
     """The answers of ranks that have made these calls and wait, when all are asked about all."""
     ranks = [Activity(wait=("a call", 1.0)) for _ in programs]
     for rank, (here, program) in enumerate(zip(ranks, programs, strict=True)):
+        watch = Ring([], rank=rank, num_ranks=len(programs)).join(SyncConfig(), here)
         for name, of in program:
             if not of or rank in of:
-                here.makes_call(name, of)
+                watch.makes_call(name, of)
     calls = [call for rank, here in enumerate(ranks) for call in here.answer(rank).calls]
     return {rank: here.answer(rank, calls) for rank, here in enumerate(ranks)}
 

@@ -255,8 +255,8 @@ def test_a_rank_without_the_model_passes_a_query_on() -> None:
 def in_different_calls(num_ranks: int) -> Network:
     network = Network(num_ranks)
     for rank, watch in enumerate(network.watches):
-        watch.here.makes_call("bucket 0", ())
-        watch.here.makes_call("the state" if rank == 0 else "bucket 0", ())
+        watch.makes_call("bucket 0", ())
+        watch.makes_call("the state" if rank == 0 else "bucket 0", ())
     return network
 
 
@@ -292,8 +292,8 @@ def test_calls_of_rows_and_columns_are_told_in_few_bytes() -> None:
     network = Network(256)
     for rank, watch in enumerate(network.watches):
         row = tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
-        watch.here.makes_call("bucket 0", row)
-        watch.here.makes_call("bucket 1", tuple(range(rank % 8, 256, 8)))
+        watch.makes_call("bucket 0", row)
+        watch.makes_call("bucket 1", tuple(range(rank % 8, 256, 8)))
     asker = network.watches[0].inquiry
     asker.ask([])
     network.deliver()
