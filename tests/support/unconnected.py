@@ -8,6 +8,8 @@ from unittest import mock
 
 from torch import Tensor
 
+ENDED = mock.Mock()  # work that no test waits for: it advances all ranks
+
 
 class Network:
     """What ranks have sent and where they receive."""
@@ -39,19 +41,33 @@ class Unconnected:
     def worker(self, _name: str) -> Any:
         return mock.Mock()
 
-    def send(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        for peer in self.peers:
-            if parts[peer].numel():
-                self.network.sent[self.rank, peer, tag] = parts[peer].clone()
-                self.network.num_messages[self.rank] += 1
-                self.network.num_bytes[self.rank] += parts[peer].numel() * parts[peer].itemsize
-        return []
+    def send(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        self.network.sent[self.rank, peer, tag] = message.clone()
+        self.network.num_messages[self.rank] += 1
+        self.network.num_bytes[self.rank] += message.nbytes
+        return ENDED
 
-    def receive(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        for peer in self.peers:
-            if parts[peer].numel():
-                self.network.expected[peer, self.rank, tag] = parts[peer]
-        return []
+    def receive(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        self.network.expected[peer, self.rank, tag] = message
+        return ENDED
+
+    def send_each(self, parts: Sequence[Tensor], tag: int, over: object) -> list[Any]:
+        return [self.send(parts[peer], peer, tag, over) for peer in self.peers if parts[peer].numel()]
+
+    def receive_each(self, parts: Sequence[Tensor], tag: int, over: object) -> list[Any]:
+        return [self.receive(parts[peer], peer, tag, over) for peer in self.peers if parts[peer].numel()]
+
+
+class Tallied(Unconnected):
+    """A rank that counts what it sends, and nothing arrives."""
+
+    def send(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        self.network.num_messages[self.rank] += 1
+        self.network.num_bytes[self.rank] += message.nbytes
+        return ENDED
+
+    def receive(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        return ENDED
 
 
 class Worker:

@@ -275,15 +275,27 @@ class OwnGroup:
         would be full and the others' empty."""
         return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
-    def send(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
-        """Starts to send `parts[peer]` to each other rank over the process group, unless it is
-        empty."""
-        return [over.send([parts[peer]], peer, tag) for peer in self.peers if parts[peer].numel()]
+    def send(self, message: Tensor, peer: int, tag: int, over: dist.ProcessGroup) -> Work:
+        """Starts to send a message to one rank over the process group."""
+        return over.send([message], peer, tag)
 
-    def receive(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
-        """Starts to receive into `parts[peer]` from each other rank over the process group, unless
-        it is empty."""
-        return [over.recv([parts[peer]], peer, tag) for peer in self.peers if parts[peer].numel()]
+    def receive(self, message: Tensor, peer: int, tag: int, over: dist.ProcessGroup) -> Work:
+        """Starts to receive a message from one rank over the process group."""
+        return over.recv([message], peer, tag)
+
+    def send_each(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
+        """Starts to send `parts[peer]` to each other rank, unless it is empty."""
+        return [
+            self.send(parts[peer], peer, tag, over) for peer in self.peers if parts[peer].numel()
+        ]
+
+    def receive_each(
+        self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup
+    ) -> list[Work]:
+        """Starts to receive into `parts[peer]` from each other rank, unless it is empty."""
+        return [
+            self.receive(parts[peer], peer, tag, over) for peer in self.peers if parts[peer].numel()
+        ]
 
     def _handle(
         self, work: Work, name: str, result: Tensor, finish: Callable[[], object] | None = None
