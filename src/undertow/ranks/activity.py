@@ -44,7 +44,8 @@ class Activity:
     A query from another rank reads it.
     """
 
-    # completed synchronizations; True if a step has begun since
+    # completed synchronizations; True if a step has begun since. Set by `Engine`, and for replicas
+    # by `OuterSync` or `OuterAxis`.
     steps: Callable[[], tuple[int, bool]] = lambda: (0, True)
     module: Callable[[], nn.Module | None] = lambda: None  # a weak reference
     # the known training thread: this one until another trains

@@ -145,7 +145,7 @@ class Ring:
             for neighbor in tuple(self.neighbors):
                 if neighbor is not source and neighbor.rank != message["from"]:
                     neighbor.send(encoded, about_wait=about_wait)
-        self._handle(message)
+        self._tell_watches(message)
 
     def _is_known(self, message: Message) -> bool:
         """Returns True for a fault after another one: this rank has told both neighbors that one,
@@ -155,7 +155,7 @@ class Ring:
         is_fault = message["kind"] == MessageKind.FAILS
         return is_fault and failing is not None and failing.fault is not None
 
-    def _handle(self, message: Message) -> None:
+    def _tell_watches(self, message: Message) -> None:
         kind, rank, number = message["kind"], message["from"], message.get("number")
         with self.condition:  # `join` makes no model in between
             if number is None and kind == MessageKind.FAILS:
@@ -164,7 +164,7 @@ class Ring:
                 self.left[rank] = faults.fault_from(message)
             for watch in list(self.watches.values()):
                 if number in (None, watch.number):
-                    watch.handle(kind, rank, message)
+                    watch.hear(kind, rank, message)
             self.condition.notify_all()
 
     def leave(self, error: BaseException | None) -> None:
@@ -186,7 +186,7 @@ class Interruptible(Protocol):
     """A group over which this rank may wait: `OwnGroup`, or a group of the user's."""
 
     def interrupt(self) -> None:
-        """Ends every wait for them."""
+        """Ends every wait over it."""
 
 
 class NullWatch:
@@ -318,7 +318,8 @@ class Watch(NullWatch):
     def say(self, kind: MessageKind, **content: Any) -> None:
         self.ring.say(kind, number=self.number, **content)
 
-    def handle(self, kind: str, rank: int, message: Message) -> None:
+    def hear(self, kind: str, rank: int, message: Message) -> None:
+        """Handles a message about this model, or about all models of the ring."""
         match kind:
             case MessageKind.FAILS if self.fault is None:
                 # The guard's thread interrupts waits over the groups a little later.
