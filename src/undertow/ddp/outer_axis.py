@@ -377,7 +377,7 @@ def _own_groups(
     whole = OwnGroup(
         GroupRef(together, reference.backend, reference.timeout), device=device, limits=config
     )
-    whole.others = [weakref.ref(fsdp.shards_of(group)) for group in groups]
+    whole.torch_group.others = [weakref.ref(fsdp.shards_of(group)) for group in groups]
     return whole, OwnGroup(reference, device=device, limits=config, within=whole, is_axis=True)
 
 

@@ -4,6 +4,7 @@ Communication:
 
 group                the ranks that the user chooses, and the abilities of their backend
 transport            Undertow's clone of that group, and collectives over it
+torch_group          a group of torch's, whose waits can be interrupted
 users_groups         collectives over the user's own groups
 handle               an operation on its way, and its *waiter*: how a wait ends
 exchanges            reduce-scatter, all-reduce and all-gather of parts, added in rank order

@@ -28,6 +28,7 @@ from undertow.ranks.guard import watch_over
 from undertow.ranks.handle import Handle, ThreadWork, Waiter, Work
 from undertow.ranks.meeting import meet
 from undertow.ranks.threads import Worker
+from undertow.ranks.torch_group import TorchGroup
 from undertow.ranks.watch import NullWatch, Watch
 from undertow.torch_private import process_groups
 
@@ -45,10 +46,9 @@ class OwnGroup:
     """A clone of the user's process group, so that Undertow's collectives never interleave with the
     user's own.
 
-    `open` creates it. It is referenced weakly, for the reason given in `GroupRef`. A group may be
-    `within` another one that has all its ranks; then the two share faults, and a fault interrupts
-    waits over either. With `is_axis` that one has all ranks of a mesh, and this one is the data
-    axis at one place of the other axes.
+    `open` creates it. A group may be `within` another one that has all its ranks; then the two
+    share faults, and a fault interrupts waits over either. With `is_axis` that one has all ranks of
+    a mesh, and this one is the data axis at one place of the other axes.
     """
 
     def __init__(
@@ -65,25 +65,19 @@ class OwnGroup:
         self.num_ranks = len(user.ranks)
         self.backend = user.backend_for(device)
         self.hardware = device_of(device)
-        self.watch: Watch | NullWatch = (
-            NullWatch()
-        )  # over the other ranks; another one from `open` on
-        self.waiter = Waiter(self.watch, self.hardware.is_host)  # for the group's works
+        # over the other ranks, from `open` on
+        self.watch: Watch | NullWatch = NullWatch()
+        self.waiter = Waiter(self.watch, self.hardware.is_host)
         # the ranks that must agree on the model
         self.everyone: OwnGroup = within if within is not None and is_axis else self
         self.here: Activity = Activity() if self.everyone is self else self.everyone.here
         # the ranks that choose plans together: of a mesh all, if places have parts of equal sizes
         self.deciding: OwnGroup = self
-        # of the user's, for the other axes of a mesh: a fault ends waits over them too
-        self.others: Sequence[weakref.ref[dist.ProcessGroup]] = ()
-        # communication hooks and torch's join, as long as they use the user's group
-        self.borrowers: set[str] = set()
+        self.torch_group = TorchGroup(clone_of=user)  # the clone, from `open` on
+        self.borrowers = self.torch_group.borrowers
         self._within = within
         self.limits = limits
-        # reentrant: collecting a model here may destroy the group being interrupted
-        self._destroying = threading.RLock()
-        self.is_open = False  # the clone was made
-        self._group: weakref.ref[dist.ProcessGroup] | None = None  # the clone
+        self.is_open = False
 
     @cached_property
     def names(self) -> Sequence[int]:
@@ -133,7 +127,7 @@ class OwnGroup:
         else:
             self.watch = self._within.watch
         self.waiter = Waiter(self.watch, self.hardware.is_host)
-        self.watch.groups.append(weakref.ref(self))
+        self.watch.groups.append(weakref.ref(self.torch_group))
         what = "all ranks, to make a process group"
         self.makes_call(what)
         with self.waiting(what):
@@ -148,7 +142,7 @@ class OwnGroup:
             self._follow(self._made(name))
 
     def _follow(self, clone: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(clone)
+        self.torch_group.weak = weakref.ref(clone)
         self.is_open = True
 
     def _obstacle(self) -> str:
@@ -318,10 +312,11 @@ class OwnGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        if self._group is None:
+        if not self.is_open:
             self.open()
         # Inline, without `existing()`, because every message asks.
-        group = self._group() if self._group is not None and dist.is_initialized() else None
+        weak = self.torch_group.weak
+        group = weak() if weak is not None and dist.is_initialized() else None
         if group is None:
             raise PhaseError(
                 "the process group of this model has been destroyed.",
@@ -334,7 +329,7 @@ class OwnGroup:
 
     def existing(self) -> dist.ProcessGroup | None:
         """Returns the clone if it was created and torch.distributed still has it."""
-        return None if self._group is None or not dist.is_initialized() else self._group()
+        return self.torch_group.existing()
 
     @property
     def is_alive(self) -> bool:
@@ -356,34 +351,7 @@ class OwnGroup:
         watch, self.watch = self.watch, _CLOSED
         if self._within is None:
             watch.leave(raised())
-        with self._destroying:
-            group = self.existing()
-            if group is not None and watch.fault is not None:
-                process_groups.interrupt(
-                    group
-                )  # destroying would otherwise wait for operations in flight
-            if group is not None:
-                # ValueError: torch has forgotten the group, and a gather has held it until now.
-                with contextlib.suppress(ValueError):
-                    dist.destroy_process_group(group)
-
-    def interrupt(self) -> None:
-        """Interrupts the clone, and the user's group if it waits over that.
-
-        Called by the thread that listens to other ranks, or by one that is about to raise.
-        """
-        # otherwise this thread might hold the last reference to a group and destroy it too early
-        with self._destroying:
-            group = self.existing()
-            users = self.user.group if self.borrowers else None
-            others = {other() for other in self.others}
-            if group is not None:
-                for one in filter(None, {group, users, *others}):
-                    process_groups.interrupt(one)
-            self.others = ()
-            if others and self.watch.fault is not None and not self.here.wait[0]:
-                # The user's wait ends with an error that names no rank.
-                faults.tell(self.watch.fault.what)
+        self.torch_group.destroy(is_broken=watch.fault is not None)
 
 
 @cache

@@ -12,8 +12,7 @@ from torch import Tensor
 from undertow.device import device_of
 from undertow.ranks.guard import GUARD
 from undertow.ranks.handle import Handle, Work
-from undertow.ranks.watch import Interruptible
-from undertow.torch_private import process_groups
+from undertow.ranks.torch_group import TorchGroup
 
 
 @contextlib.contextmanager
@@ -29,8 +28,8 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
         yield
         return
 
-    users = _UsersGroup(group)
-    weak: weakref.ref[Interruptible] = weakref.ref(users)
+    users = TorchGroup(group)
+    weak = weakref.ref(users)
     watch.groups.append(weak)
     try:
         watch.check()
@@ -40,16 +39,6 @@ def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None
             yield
     finally:
         watch.groups.remove(weak)
-
-
-class _UsersGroup:
-    """A group of the user's while this rank waits over it."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def interrupt(self) -> None:
-        process_groups.interrupt(self._group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from reprlib import repr as brief
-from typing import Any, Protocol
+from typing import Any
 
 from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
@@ -52,6 +52,7 @@ from undertow.ranks.connections import DIRECTED, SILENCE_S, Connection, Message,
 from undertow.ranks.faults import Fault, is_of_transport, is_timeout
 from undertow.ranks.inquiry import Inquiries, Inquiry
 from undertow.ranks.threads import WorkerThread
+from undertow.ranks.torch_group import TorchGroup
 
 _log = logging.getLogger("undertow")
 
@@ -182,13 +183,6 @@ class Ring:
             self.say(MessageKind.LEAVES, **faults.left(self.rank, error, num_steps).content())
 
 
-class Interruptible(Protocol):
-    """A group over which this rank may wait: `OwnGroup`, or a group of the user's."""
-
-    def interrupt(self) -> None:
-        """Ends every wait over it."""
-
-
 class NullWatch:
     """The watch of a rank that has no other ranks, or is connected to none."""
 
@@ -196,7 +190,7 @@ class NullWatch:
     here: Activity | None = None  # of this rank, if others may ask for it
 
     def __init__(self) -> None:
-        self.groups: list[weakref.ref[Interruptible]] = []  # that this rank may wait for
+        self.groups: list[weakref.ref[TorchGroup]] = []  # that this rank may wait for
 
     def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Context for a wait for other ranks; an error inside it is replaced by its reason if that
@@ -416,8 +410,12 @@ class Watch(NullWatch):
         """Interrupts every wait over one of the groups."""
         for weak in tuple(self.groups):
             group = weak()
-            if group is not None:
-                group.interrupt()
+            if group is None:
+                continue
+            has_others = group.interrupt()
+            if has_others and self.fault is not None and not self.here.wait[0]:
+                # The user's wait ends with an error that names no rank.
+                faults.tell(self.fault.what)
 
 
 class Waiting:
