@@ -48,7 +48,7 @@ from undertow.plan.layout import equal_parts
 from undertow.ranks.answers import Alike, alike
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
-from undertow.ranks.handle import Handle
+from undertow.ranks.handle import Handle, Waiter
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
 from undertow.ranks.watch import NullWatch
@@ -204,7 +204,7 @@ class FakeGroup:
     backend = "fake"
     can = Abilities(send_from_host=True)
     is_open, is_broken, is_left, is_alive = False, False, False, True
-    waiter = None  # works wait by themselves
+    waiter = Waiter(NullWatch(), is_host=False)  # works wait by themselves
 
     def __init__(
         self, user: GroupRef, *, device: Any = None, limits: Any = None, within: Any = None, is_axis: bool = False
