@@ -41,15 +41,15 @@ REMOVALS = (
     # Waits
     Removal(
         "ranks/handle.py",
-        "            if waiter is None:\n                work.wait()\n            else:\n                waiter.complete(work)\n",
-        "            pass\n",
+        "        for work in self.works:\n            if waiter is None:",
+        "        for work in ():\n            if waiter is None:",
     ),
     Removal(
         "ranks/handle.py",
         "        self.wait()\n        assert self._result is not None",
         "        assert self._result is not None",
     ),
-    Removal("ranks/transport.py", "while self.hardware.is_host and not work", "while not work"),
+    Removal("ranks/handle.py", "while self.is_host and not work", "while not work"),
     Removal(
         "ranks/handle.py", "        if finish is not None:\n            with torch.no_grad():\n                finish()\n", ""
     ),

@@ -52,11 +52,10 @@ from undertow.ranks.dither import Turn as Turn
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.group import BACKENDS, Abilities, GroupRef
 from undertow.ranks.handle import ThreadWork
-from undertow.ranks.null_watch import NullWatch
 from undertow.ranks.parcels import FullWidth
 from undertow.ranks.posted_messages import PostedMessages
 from undertow.ranks.transport import OwnGroup
-from undertow.ranks.watch import Ring, Waiting, Watch
+from undertow.ranks.watch import NullWatch, Ring, Waiting, Watch
 from undertow.schedule import Op, OpKind
 from undertow.sharded.gathers import Gathers
 from undertow.sharded.sharding import Sharding
@@ -364,10 +363,10 @@ def bytes_given_to_gloo() -> Iterator[Counter[tuple[int, ...]]]:
     """Counts the bytes of gradients that this rank sends to others by itself, by the ranks that exchange them."""
     sent, send = Counter[tuple[int, ...]](), OwnGroup.send
 
-    def counted(group: OwnGroup, parts: Any, tag: int, over: dist.ProcessGroup) -> Any:
+    def counted(group: OwnGroup, message: torch.Tensor, peer: int, tag: int, over: dist.ProcessGroup) -> Any:
         if tag < 1 << 24:  # no gather
-            sent[group.user.ranks] += sum(parts[peer].nbytes for peer in group.peers)
-        return send(group, parts, tag, over)
+            sent[group.user.ranks] += message.nbytes
+        return send(group, message, peer, tag, over)
 
     with mock.patch.object(OwnGroup, "send", counted):
         yield sent
@@ -445,7 +444,7 @@ def slow_gathers(model: Model, *, seconds: float = 0.02) -> list[int]:
         return waiting(name)
 
     group.waiting = noted  # type: ignore[method-assign]
-    late_calls(_sharding_after_a_step(model).shard_exchanges.inside.group, "send", seconds=seconds, rank=0)
+    late_calls(_sharding_after_a_step(model).shard_exchanges.inside.group, "send_each", seconds=seconds, rank=0)
     return waited
 
 
@@ -475,7 +474,7 @@ def hearing_rank() -> Callable[[bytes], None]:
 
     def hear(message: bytes) -> None:
         ring.hear(source, [message], is_connected=True)
-        watch.report()
+        watch.inquiry.report(watch.left)
 
     return hear
 
@@ -489,10 +488,10 @@ def shorten_patience(factor: float) -> None:
 CODE_OF_GATHERS, CODE_OF_ROUNDS = Gathers, Engine
 # Where the exchanges of a sharded model can be held up in their threads: inside a row of a mesh, or across its rows.
 _PLACES = {
-    "sends": ("inside", "send"),
+    "sends": ("inside", "send_each"),
     "gathers": ("inside", "prepare"),
     "reductions": ("inside", "exchange"),
-    "sends across": ("across", "send"),
+    "sends across": ("across", "send_each"),
     "reductions across": ("across", "exchange"),
 }
 
@@ -501,7 +500,7 @@ def call_before(model: Model, place: str, call: Callable[[], object]) -> None:
     """Has `call` made first, in the thread that does it, at every one of these under the present plan."""
     axis, name = _PLACES[place]
     exchanges = getattr(sharding_of(model).shard_exchanges, axis)
-    owner = exchanges.group if name == "send" else exchanges.carrier
+    owner = exchanges.group if name == "send_each" else exchanges.carrier
     setattr(owner, name, _after(call, getattr(owner, name)))
 
 

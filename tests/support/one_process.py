@@ -45,13 +45,13 @@ from undertow.engine.round import Round, Terms
 from undertow.engine.step_settings import Settings
 from undertow.plan import Plan
 from undertow.plan.layout import equal_parts
-from undertow.ranks.alike import Alike, alike
+from undertow.ranks.answers import Alike, alike
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.ranks.group import Abilities, GroupRef
-from undertow.ranks.handle import Handle
-from undertow.ranks.null_watch import NullWatch
+from undertow.ranks.handle import Handle, Waiter
 from undertow.ranks.parcels import Encoded, FullWidth, Parcel
 from undertow.ranks.threads import Worker
+from undertow.ranks.watch import NullWatch
 from undertow.schedule import Op
 from undertow.sharded import shard_exchanges
 from undertow.sync import gradient_sync, group_sync
@@ -204,6 +204,7 @@ class FakeGroup:
     backend = "fake"
     can = Abilities(send_from_host=True)
     is_open, is_broken, is_left, is_alive = False, False, False, True
+    waiter = Waiter(NullWatch(), is_host=False)  # works wait by themselves
 
     def __init__(
         self, user: GroupRef, *, device: Any = None, limits: Any = None, within: Any = None, is_axis: bool = False
@@ -251,7 +252,7 @@ class FakeGroup:
 
         work = self.start(f"all-reduce of {tensor.numel()} {tensor.dtype}", tensor.detach().clone(), take)
         hide(tensor)
-        return Handle(work, waiter=self, finish=finish, result=tensor)
+        return Handle(work, finish=finish, result=tensor)
 
     def all_gather(self, tensor: Tensor, name: str) -> Handle:
         received = tensor.new_empty(self.num_ranks, *tensor.shape)
@@ -260,17 +261,14 @@ class FakeGroup:
             received.copy_(torch.stack(brought))
 
         work = self.start(f"all-gather for {name}", tensor.clone(), take)
-        return Handle(work, waiter=self, result=received)
+        return Handle(work, result=received)
 
     def broadcast(self, tensor: Tensor, name: str, *, source: int = 0) -> Handle:
         def take(brought: list[Tensor]) -> None:
             tensor.copy_(brought[source])
 
         work = self.start(f"broadcast for {name}", tensor.detach().clone(), take)
-        return Handle(work, waiter=self, result=tensor)
-
-    def complete(self, work: Any) -> None:
-        work.wait()
+        return Handle(work, result=tensor)
 
     def start(self, name: str, value: Any, take: Callable[[list[Any]], object], lane: str = "") -> FakeWork:
         assert self.is_open, f"{name}, before the group is open"
@@ -321,7 +319,7 @@ class FakeCollectives:
         sent = _messages(parcel, storage)
         work = self.group.start(f"reduce-scatter of {shard.numel()}", (sent, trailer.clone()), take)
         hide(shard)
-        return Handle(work, waiter=self.group)
+        return Handle(work)
 
     def all_reduce(self, tensor: Tensor, parcel: Parcel | None = None, *, trailer: Tensor | None = None) -> Handle:
         everything = parcel or FullWidth(equal_parts(1, tensor.numel(), stop=tensor.numel()))
@@ -342,7 +340,7 @@ class FakeCollectives:
         name = f"ordered all-reduce of {tensor.numel()} {tensor.dtype}"
         work = self.group.start(name, (_messages(everything, tensor), facts.clone()), take)
         hide(tensor)
-        return Handle(work, waiter=self.group)
+        return Handle(work)
 
     def all_gather(
         self, flat: Tensor, parts: Sequence[range], *, number: int, then: Callable[[], object] | None = None
@@ -354,7 +352,7 @@ class FakeCollectives:
         self._in_flight += 1
         own = flat[parts[self.group.rank].start : parts[self.group.rank].stop].clone()
         work = self.group.start(f"all-gather of {flat.numel()}", own, take, lane=f", gather {number}")
-        return Handle(work, waiter=self.group, finish=then)
+        return Handle(work, finish=then)
 
     def all_gather_differences(
         self,
@@ -375,7 +373,7 @@ class FakeCollectives:
         write_difference(difference)
         parcel.write(difference, self.group.rank, message)
         work = self.group.start(f"gather of {flat.numel()} differences", message, take, lane=f", gather {number}")
-        return Handle(work, waiter=self.group, finish=then)
+        return Handle(work, finish=then)
 
     def release(self) -> None:
         pass

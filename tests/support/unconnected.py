@@ -8,6 +8,8 @@ from unittest import mock
 
 from torch import Tensor
 
+ENDED = mock.Mock()  # work that no test waits for: it advances all ranks
+
 
 class Network:
     """What ranks have sent and where they receive."""
@@ -29,6 +31,8 @@ class Network:
 class Unconnected:
     """The group of one rank of a network, as a carrier uses it."""
 
+    waiter = None  # works wait by themselves
+
     def __init__(self, network: Network, rank: int, num_ranks: int) -> None:
         self.network, self.rank, self.num_ranks = network, rank, num_ranks
         self.process_group, self.hardware = mock.Mock(), mock.Mock()
@@ -37,19 +41,33 @@ class Unconnected:
     def worker(self, _name: str) -> Any:
         return mock.Mock()
 
-    def send(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        for peer in self.peers:
-            if parts[peer].numel():
-                self.network.sent[self.rank, peer, tag] = parts[peer].clone()
-                self.network.num_messages[self.rank] += 1
-                self.network.num_bytes[self.rank] += parts[peer].numel() * parts[peer].itemsize
-        return []
+    def send(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        self.network.sent[self.rank, peer, tag] = message.clone()
+        self.network.num_messages[self.rank] += 1
+        self.network.num_bytes[self.rank] += message.nbytes
+        return ENDED
 
-    def receive(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        for peer in self.peers:
-            if parts[peer].numel():
-                self.network.expected[peer, self.rank, tag] = parts[peer]
-        return []
+    def receive(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        self.network.expected[peer, self.rank, tag] = message
+        return ENDED
+
+    def send_each(self, parts: Sequence[Tensor], tag: int, over: object) -> list[Any]:
+        return [self.send(parts[peer], peer, tag, over) for peer in self.peers if parts[peer].numel()]
+
+    def receive_each(self, parts: Sequence[Tensor], tag: int, over: object) -> list[Any]:
+        return [self.receive(parts[peer], peer, tag, over) for peer in self.peers if parts[peer].numel()]
+
+
+class Tallied(Unconnected):
+    """A rank that counts what it sends, and nothing arrives."""
+
+    def send(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        self.network.num_messages[self.rank] += 1
+        self.network.num_bytes[self.rank] += message.nbytes
+        return ENDED
+
+    def receive(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        return ENDED
 
 
 class Worker:
@@ -75,9 +93,6 @@ class Advanced(Unconnected):
     def worker(self, _name: str) -> Any:
         self.workers.append(Worker())
         return self.workers[-1]
-
-    def complete(self, work: Any) -> None:
-        work.wait()
 
 
 def advance(network: Network, groups: Sequence[Advanced]) -> int:

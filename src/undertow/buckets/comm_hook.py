@@ -133,7 +133,7 @@ class CommHook:
         self._worker = _thread_beside_this_one()
         self._worker.groups.add(group)
         call = partial(self._call_in_turn, bucket, self._failures)
-        return Handle.in_thread(call, self._worker, waiter=group)
+        return Handle.in_thread(call, self._worker, waiter=group.waiter)
 
     def close(self) -> None:
         """Releases the thread; it ends after the pending calls of the last hook that uses it."""

@@ -24,9 +24,8 @@ from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
 from undertow.ranks.agreement import bytes_of, gather_bytes
 from undertow.ranks.group import GroupRef
-from undertow.ranks.guard import over_users
 from undertow.ranks.transport import OwnGroup
-from undertow.ranks.users_groups import all_gather_over, broadcast_over
+from undertow.ranks.users_groups import all_gather_over, broadcast_over, over_users
 from undertow.torch_private import fsdp, tables
 
 _Result = TypeVar("_Result")

@@ -30,7 +30,7 @@ from undertow.engine.step_settings import settings_differ, settings_of, text_of
 from undertow.optim.sharded_optimizer import ShardedOptimizer
 from undertow.outer.outer_sync import outer_of
 from undertow.ranks import faults
-from undertow.ranks.alike import Alike, alike
+from undertow.ranks.answers import Alike, alike
 from undertow.torch_private import private, tables
 
 

@@ -31,7 +31,7 @@ from undertow.mesh.axes import everyone, is_cut_over_others
 from undertow.mesh.local_tensors import local_tensor, local_tensors
 from undertow.outer.outer_sync import OuterSync
 from undertow.ranks.agreement import gather_json, require_agreement, surroundings
-from undertow.ranks.alike import MOST_TEXTS, lines_of
+from undertow.ranks.answers import MOST_TEXTS, lines_of
 from undertow.ranks.dither import Rotation, Rounding
 from undertow.ranks.exchanges import Exchanges, exchanges_over
 from undertow.ranks.group import GroupRef
@@ -377,7 +377,7 @@ def _own_groups(
     whole = OwnGroup(
         GroupRef(together, reference.backend, reference.timeout), device=device, limits=config
     )
-    whole.others = [weakref.ref(fsdp.shards_of(group)) for group in groups]
+    whole.torch_group.others = [weakref.ref(fsdp.shards_of(group)) for group in groups]
     return whole, OwnGroup(reference, device=device, limits=config, within=whole, is_axis=True)
 
 

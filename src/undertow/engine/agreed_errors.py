@@ -16,8 +16,7 @@ from undertow.errors import (
     require,
 )
 from undertow.plan.facts import Fact
-from undertow.ranks.alike import MOST_TEXTS, lines_of
-from undertow.ranks.answers import named
+from undertow.ranks.answers import MOST_TEXTS, lines_of, named
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
 

@@ -15,8 +15,7 @@ from torch.optim.optimizer import Optimizer
 from undertow.buckets.facts import differing
 from undertow.device import device_of
 from undertow.errors import PlanMismatch, ReplicaMismatch
-from undertow.ranks.alike import Alike
-from undertow.ranks.answers import named
+from undertow.ranks.answers import Alike, named
 
 # Settings that choose an implementation: ranks may differ in them.
 _IMPLEMENTATION = frozenset(("foreach", "fused", "capturable", "differentiable"))

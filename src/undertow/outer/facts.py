@@ -19,7 +19,7 @@ from undertow.errors import (
 )
 from undertow.outer.step_settings import StepSettings
 from undertow.plan.facts import FactKind
-from undertow.ranks.alike import MOST_TEXTS
+from undertow.ranks.answers import MOST_TEXTS
 from undertow.ranks.transport import OwnGroup
 
 MODULO = 1 << 20  # fp32 counts up to it exactly

@@ -299,7 +299,7 @@ class Fragment:
             ]
             with row.waiting(f"fragment {self.index} of the other ranks of its row"):
                 for work in works:
-                    row.complete(work)
+                    row.waiter.complete(work)
             facts = of_row
         params = flight.mean[: self.layout.params_numel]
         has_overflowed = torch.zeros((), dtype=torch.bool, device=params.device)

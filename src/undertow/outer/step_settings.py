@@ -10,7 +10,7 @@ from itertools import chain
 from undertow.engine.params import ModuleParams
 from undertow.engine.step_settings import Settings, digest_of, settings_differ, text_of
 from undertow.errors import PlanMismatch
-from undertow.ranks.alike import MOST_TEXTS
+from undertow.ranks.answers import MOST_TEXTS
 from undertow.ranks.transport import OwnGroup
 
 _OWN_NUMBERS = (

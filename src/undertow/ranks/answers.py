@@ -1,12 +1,13 @@
-"""The activity of all ranks, as they answer a query, in one table, and the report made of it.
+"""Answers of ranks: their activity, as they answer a query, and texts that they tell each other.
 
-Ranks that answer alike are one entry of the table, with their ranks in runs. If one
-of thousands of ranks is late, the table has two entries, and so has its report.
+Ranks that answer alike are one entry. The table of all activities has the ranks of an entry in
+runs: if one of thousands of ranks is late, the table has two entries, and so has its report.
 
-Ranks        a set of ranks, in few runs
-Answer       of one rank
-Answers      of all: the table
-stall_text   the report
+Ranks               a set of ranks, in few runs
+Answer, Answers     the activity of one rank, and of all: the table
+stall_text          the report made of the table
+Alike, lines_of     ranks that have told the same text, and lines for all texts
+in_ranges, named    ranks, in texts
 
 Reasons: docs/design/lost-ranks.md.
 """
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 ALL_WAIT = "all ranks wait, for different things"
 ALL_WAIT_FOR_IT = "all ranks wait for it"
 MAX_TEXT = 2000  # most characters of an error or a name that are sent
+MOST_TEXTS = 8  # of different ones that an error lists
 _MAX_ENTRIES = 32  # of a table; further ones are combined
 _MAX_LINES = 8  # of a report, for ranks with the same answer each, without their frames
 _NUM_FRAMES = 12  # of a report, in all
@@ -264,6 +266,28 @@ def named(ranks: Iterable[int]) -> str:
     """Returns ranks as a subject, such as "rank 1" or "ranks 0-62, 64"."""
     ranks = set(ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {in_ranges(ranks)}"
+
+
+class Alike(NamedTuple):
+    """Ranks that have the same text."""
+
+    ranks: list[int]
+    text: str | None  # None if it was not sent: only the first texts are
+
+
+def alike(texts: Mapping[int, str]) -> list[Alike]:
+    """Returns the ranks by their texts, in the order of their lowest ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        found.setdefault(text, []).append(rank)
+    return [Alike(ranks, text) for text, ranks in found.items()]
+
+
+def lines_of(found: Sequence[Alike]) -> list[str]:
+    """Returns a line for each text, and one for the ranks whose texts were not sent."""
+    lines = [f"{named(one.ranks)}: {one.text}" for one in found if one.text is not None]
+    others = list(chain.from_iterable(one.ranks for one in found if one.text is None))
+    return [*lines, f"{named(others)}: something else"] if others else lines
 
 
 def stall_text(answers: Answers, gone: Mapping[int, str], *, num_ranks: int) -> str:

@@ -1,22 +1,21 @@
 """Connections of a rank to its two neighbors, over TCP, with the standard library alone.
 
-Connection            sends and receives messages; a message is a line of JSON
-own_address, host_of  the addresses of this machine, and of a store
+Connection   sends and receives messages; a message is a line of JSON
+MessageKind  the kinds of messages
 
 Reasons: docs/design/lost-ranks.md.
 """
 
 import contextlib
 import errno
-import os
 import socket
-import struct
-import sys
 import threading
 import time
 from collections import Counter
+from enum import StrEnum
+from typing import Any, TypeAlias
 
-from torch.distributed.distributed_c10d import Store
+Message: TypeAlias = dict[str, Any]
 
 _MAX_UNSENT = 1 << 20  # bytes for a neighbor that does not read; further messages to it are dropped
 # Bytes of a kind of messages for a neighbor that sends nothing meanwhile: an eighth of the memory
@@ -24,9 +23,6 @@ _MAX_UNSENT = 1 << 20  # bytes for a neighbor that does not read; further messag
 # `SILENCE_S`, Linux would end the connection, although the other machine answers.
 _MOST_UNHEARD = 1 << 13
 _READ = 1 << 18
-# reserved for documents: the route to them is the default one
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-_GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 # The kernel sends heartbeats, because it does so while Python does not run, and answers those of a
 # process that is paused: only a machine that is out of reach is silent. A message of a process each
 # second would fill the memory of a paused one, which looks like a silent machine.
@@ -40,6 +36,36 @@ _OPTIONS = {
 }
 # Errors of a connection whose other machine does not answer.
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+
+class MessageKind(StrEnum):
+    """The `kind` of a message, as it is sent.
+
+    Each message also has the rank that says it (`from`), and, if it is about one model, the
+    `number` of the model.
+
+    kind     from whom, when                                  a rank that receives it
+    fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
+    leaves   a rank that closes a model, cannot continue      fails if it waits for that rank
+             with it, or ends
+    tells    a rank that calls `Watch.ask`, with its digest   keeps it for its own `ask`
+             or its text
+    answers  a rank that has waited for long, of all ranks    reports them
+
+    Two more kinds, to one neighbor, gather the answers: see `inquiry`.
+    """
+
+    # to all ranks
+    FAILS = "fails"
+    LEAVES = "leaves"
+    TELLS = "tells"
+    ANSWERS = "answers"
+    # to one neighbor
+    ASKS = "asks"
+    DOES = "does"
+
+
+DIRECTED = (MessageKind.ASKS, MessageKind.DOES)
 
 
 class Connection:
@@ -137,64 +163,3 @@ class Connection:
     def close(self) -> None:
         """Closes this process's copy."""
         self._link.close()
-
-
-def own_address(host: str) -> str:
-    """Returns the address by which other ranks reach this machine; `host` serves their store, if
-    that is known.
-
-    The interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names decides, if it has an IPv4
-    address.
-    """
-    names = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if address := _address_of(names.split(",")[0].removeprefix("=")):
-        return address
-    is_local = host == "localhost" or _is_loopback(host)
-    for towards in (host, *_ELSEWHERE):
-        found = _address_towards(towards)
-        # Some systems give the machine's own name an address that no other machine reaches.
-        if found and (is_local or not _is_loopback(found)):
-            return found
-    return "127.0.0.1"
-
-
-def host_of(store: Store) -> str:
-    """Returns the host that serves a store, or the one that MASTER_ADDR names, or an empty text."""
-    return str(getattr(innermost(store), "host", os.environ.get("MASTER_ADDR", "")))
-
-
-def innermost(store: Store) -> Store:
-    """Returns the store that prefixes of keys lead to."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def _address_of(interface: str) -> str:
-    """Returns the IPv4 address of an interface, or an empty text."""
-    if sys.platform == "linux" and interface:
-        import fcntl  # Windows lacks it
-
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-        ):
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
-    return ""
-
-
-def _address_towards(host: str) -> str:
-    """Returns this machine's address on the route to `host`, or an empty text; sends nothing."""
-    with contextlib.suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host or None, 9, type=socket.SOCK_DGRAM
-        ):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    return ""
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"

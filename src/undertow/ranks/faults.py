@@ -1,22 +1,21 @@
-"""Faults and activities of ranks, as values and as text."""
+"""The reasons why a step cannot continue, as values and as texts.
 
-import contextlib
+Fault                              a reason, the same on every rank that learns of it
+lost, silent, left, failed, ...    the faults: who finds one calls its function
+is_of_transport, is_timeout        errors of transports, which have a fault as their reason
+tell                               prints a report
+
+Reasons: docs/design/lost-ranks.md.
+"""
+
 import logging
-import os
+import re
 import sys
-import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from types import FrameType
 from typing import Any
-
-import torch
-from torch import nn
 
 from undertow.errors import (
     READ_MORE,
@@ -30,21 +29,9 @@ from undertow.errors import (
     UndertowError,
 )
 from undertow.foreign import printable_lines
-from undertow.ranks.answers import (
-    ALL_WAIT,
-    ALL_WAIT_FOR_IT,
-    MAX_TEXT,
-    Answer,
-    Call,
-    Ranks,
-    Run,
-    named,
-)
+from undertow.ranks.answers import ALL_WAIT, ALL_WAIT_FOR_IT, MAX_TEXT, named
 
 _log = logging.getLogger("undertow")
-_NUM_FRAMES = 12
-# folders of torch and Undertow
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _LEFT = "has left"
 _STATE = "every rank must call"  # in the name of a wait
 # By a part of the name of a wait: the remedy if it is for a call that one rank alone often makes.
@@ -54,6 +41,7 @@ _CALLS_OF_ALL = {
     "to save a checkpoint": "Call save_checkpoint() on every rank, not under `if rank == 0`.",
     "to load a checkpoint": "Call load_checkpoint() on every rank, not under `if rank == 0`.",
 }
+# by their names in messages
 _KINDS = {
     kind.__name__: kind
     for kind in (
@@ -66,14 +54,20 @@ _KINDS = {
         StallTimeout,
     )
 }
-# Parts of a file's path, and the activity of a thread that runs its code.
-_ACTIVITIES = {
-    "/torch/utils/data/": "loading data",
-    "/torch/optim/": "in the optimizer",
-    "/torch/distributed/distributed_c10d.py": "in {function} of torch.distributed",
-    "/torch/autograd/": "in backward",
-    "/torch/_tensor.py": "in backward",
-}
+# Timeouts of a collective (also of one whose connections another collective's timeout has closed:
+# of several in flight, either may report first), of the stores that groups are made through, and of
+# connecting. The kernel's messages about a connection are worded differently.
+_TIME_IS_OVER = re.compile(
+    r"time(d )?out waiting|operation timed out!|application timeout caused|(wait|socket|connect) "
+    r"timeout",
+    re.IGNORECASE,
+)
+# Words of transports (gloo, NCCL, the store) when a connection breaks.
+_OF_TRANSPORTS = re.compile(
+    r"connection|closed|reset|broken pipe|time.?out|timed "
+    r"out|socket|gloo|nccl|peer|abort",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,85 +105,6 @@ class Fault:
             "told": self.told,
             "lost_rank": self.lost_rank,
         }
-
-
-@dataclass(slots=True)
-class Activity:
-    """The training of one model in this process. The training thread writes its part.
-
-    A query from another rank reads it.
-    """
-
-    # completed synchronizations; True if a step has begun since
-    steps: Callable[[], tuple[int, bool]] = lambda: (0, True)
-    module: Callable[[], nn.Module | None] = lambda: None  # a weak reference
-    # the known training thread: this one until another trains
-    thread: int = field(default_factory=threading.get_ident)
-    # its name, and when it began; without a name if this rank does not wait
-    wait: tuple[str, float] = "", 0.0
-    # how often it has made each collective call, and the last one, by their ranks
-    num_calls: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
-    last_calls: dict[tuple[int, ...], str] = field(default_factory=dict)
-
-    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
-        """Counts a collective call of `ranks`, or of all ranks if that is empty."""
-        self.num_calls[name, ranks] += 1
-        self.last_calls[ranks] = name
-
-    def num_steps(self) -> int:
-        return self.steps()[0]
-
-    def waited_s(self) -> float:
-        waits_for, since_s = self.wait
-        return time.monotonic() - since_s if waits_for else 0.0
-
-    def answer(self, rank: int, about: Sequence[Call] = ()) -> Answer:
-        """Returns what this rank does, and which of the calls in `about` it has not made."""
-        step, has_begun = self.steps()
-        waits_for, since_s = self.wait
-        if waits_for:
-            return Answer(
-                step,
-                waits_for,
-                waited_s=time.monotonic() - since_s,
-                since_s=since_s,
-                calls=self._calls(),
-                lacks=self._lacks(rank, about),
-            )
-        frames = frames_of(self.thread)
-        doing = activity(frames, self._names())
-        if not has_begun:
-            since = f"since synchronization {step}" if step else "yet"
-            doing += f", no training forward {since} (if its data has ended: finish())"
-        return Answer(step, "", "\n".join((doing, *stack_lines(frames))))
-
-    def _calls(self) -> list[Call]:
-        return [
-            Call(name, _runs(ranks), self.num_calls[name, ranks])
-            for ranks, name in list(self.last_calls.items())
-        ]
-
-    def _lacks(self, rank: int, about: Sequence[Call]) -> list[Call]:
-        counted = list(self.num_calls.items())  # the training thread may add to them
-        made = {(name, _runs(ranks)): number for (name, ranks), number in counted}
-        return [
-            call
-            for call in about
-            if call.is_of(rank) and made.get((call.name, call.ranks), 0) < call.number
-        ]
-
-    def _names(self) -> dict[int, str]:
-        """Returns the names of the model's modules, by id."""
-        model = self.module()
-        with contextlib.suppress(RuntimeError):  # the model may be changing at this moment
-            if model is not None:
-                return {id(module): name for name, module in model.named_modules()}
-        return {}
-
-
-@cache
-def _runs(ranks: tuple[int, ...]) -> tuple[Run, ...]:
-    return tuple(Ranks.of(ranks).runs)
 
 
 def failed(rank: int, error: BaseException) -> Fault:
@@ -315,48 +230,6 @@ def raised() -> BaseException | None:
     return error
 
 
-def activity(frames: Sequence[FrameType], modules: Mapping[int, str]) -> str:
-    """Describes a thread's activity from its frames, innermost last.
-
-    `modules` maps ids of the model's modules to names.
-    """
-    for frame in reversed(frames):
-        path = frame.f_code.co_filename.replace(os.sep, "/")
-        function = frame.f_code.co_name
-        for part, text in _ACTIVITIES.items():
-            if part in path:
-                return text.format(function=function)
-        name = modules.get(id(frame.f_locals.get("self"))) if function == "_call_impl" else None
-        if name is not None:
-            return f"in the forward of {name!r}" if name else "in the forward of the model"
-    return "in code outside of the model"
-
-
-def frames_of(thread: int) -> list[FrameType]:
-    """Returns the stack of a thread, innermost frame last."""
-    innermost = sys._current_frames().get(thread)
-    frames = () if innermost is None else traceback.walk_stack(innermost)
-    return [frame for frame, _ in frames][::-1]
-
-
-def stack_lines(frames: Sequence[FrameType]) -> list[str]:
-    """Returns file, line and function of the innermost frames, without values (maybe secret) or
-    source (maybe stale).
-
-    Of the frames of torch and Undertow only the innermost of all: the script's lines tell more.
-    """
-    told = [frame for frame in frames[:-1] if not _is_of_library(frame)] + [*frames[-1:]]
-    return [
-        f"{os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])}, line {frame.f_lineno}, in "
-        f"{frame.f_code.co_name}"[:200]
-        for frame in told[-_NUM_FRAMES:]
-    ]
-
-
-def _is_of_library(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_LIBRARIES)
-
-
 def fault_from(message: Mapping[str, Any]) -> Fault:
     """Parses a fault that another rank detected; raises KeyError if it is malformed."""
     lost_rank = message.get("lost_rank")
@@ -367,6 +240,16 @@ def fault_from(message: Mapping[str, Any]) -> Fault:
         str(message["told"]),
         None if lost_rank is None else int(lost_rank),
     )
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Returns True if a wait has lasted too long, for another rank or for the store."""
+    return _TIME_IS_OVER.search(str(error)) is not None
+
+
+def is_of_transport(error: BaseException) -> bool:
+    """Returns True if a connection may have broken; other errors have no reason to wait for."""
+    return _OF_TRANSPORTS.search(str(error)) is not None
 
 
 def tell(text: str) -> None:

@@ -1,10 +1,8 @@
 """The process's one thread that watches: it sleeps until a neighbor sends or dies, and looks at all
 waits now and then.
 
-watch_over     makes the watch of a new model; the first one of these ranks connects them
-meet           waits until all ranks are about to make a process group
-over_users     context: a wait over a group of the user's
-Guard          the rings of this process, their connections, and the ends of a process
+watch_over   makes the watch of a new model; the first one of these ranks connects them
+Guard        the rings of this process, their connections, and the ends of a process
 
 Reasons: docs/design/lost-ranks.md.
 """
@@ -19,21 +17,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from undertow.config import SyncConfig
-from undertow.errors import require
 from undertow.ranks import faults, patience
-from undertow.ranks.faults import Activity
+from undertow.ranks.activity import Activity
+from undertow.ranks.connections import Connection
 from undertow.ranks.handshake import connect_ring
-from undertow.ranks.meeting import NAME, meeting_of
-from undertow.ranks.null_watch import Interruptible, NullWatch
+from undertow.ranks.meeting import meeting_of
 from undertow.ranks.threads import end_workers
-from undertow.ranks.watch import Ring, Watch
-from undertow.torch_private import process_groups
+from undertow.ranks.watch import NullWatch, Ring, Watch
 
 _log = logging.getLogger("undertow")
 
@@ -63,73 +58,6 @@ def watch_over(
     watch = ring.join(limits, here)
     watch.check()
     return watch
-
-
-def meet(
-    ranks: tuple[int, ...],
-    rank: int,
-    limits: SyncConfig,
-    watch: NullWatch,
-    *,
-    within_s: float,
-    obstacle: str = "",
-) -> str:
-    """Waits until all these ranks are about to make a process group, and returns its name: torch's
-    own waits cannot be interrupted.
-
-    `obstacle` says why this rank cannot make it, with a remedy in a second line. If one rank has
-    one, all raise it as ConfigError. Raises StallTimeout if a rank does not arrive in time.
-    """
-    found = name = ""
-    with meeting_of(ranks, rank, limits, watch, within_s) as meeting:
-        if rank == 0:
-            meeting.store.set(f"{meeting.key}/{NAME}", process_groups.new_name())
-        if obstacle:
-            meeting.fail(obstacle)
-        meeting.arrive("group")
-        if meeting.has_failed:
-            found = meeting.why()
-        else:
-            name = meeting.store.get(f"{meeting.key}/{NAME}").decode()
-    what, _, remedy = found.partition("\n")
-    require(not found, what, where=f"the making of a process group, rank {rank}", remedy=remedy)
-    return name
-
-
-@contextlib.contextmanager
-def over_users(group: dist.ProcessGroup | None, what: str = "") -> Iterator[None]:
-    """Context for a wait over a group of the user's: it ends with the reason if a rank is gone.
-
-    This works if a model is synchronized over the same ranks. Without a name in `what`, the wait
-    may take any time and no rank counts as late. With a name, every rank enters it.
-    """
-    ring = None if group is None else GUARD.ring_of(tuple(dist.get_process_group_ranks(group)))
-    watch = None if ring is None else next(iter(ring.watches.values()), None)
-    if group is None or watch is None:
-        yield
-        return
-
-    users = _UsersGroup(group)
-    weak: weakref.ref[Interruptible] = weakref.ref(users)
-    watch.groups.append(weak)
-    try:
-        watch.check()
-        if what:
-            watch.here.makes_call(what, ())
-        with watch.waiting(what):
-            yield
-    finally:
-        watch.groups.remove(weak)
-
-
-class _UsersGroup:
-    """A group of the user's while this rank waits over it."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def interrupt(self) -> None:
-        process_groups.interrupt(self._group)
 
 
 _NO_WATCH = (
@@ -242,19 +170,24 @@ class Guard:
                     # Another thread has closed it, or one before it whose number it has.
                     with contextlib.suppress(ValueError, KeyError):
                         selector.register(neighbor, events, (ring, neighbor))
-            due_s = min((ring.due_s for ring, _ in list(self._rings.values())), default=math.inf)
+            due_s = min(
+                (ring.inquiries.due_s for ring, _ in list(self._rings.values())), default=math.inf
+            )
             until_due_s = max(0.0, due_s - time.monotonic())
             ready = selector.select(min(patience.LOOK_S, until_due_s))
         for key, _ in ready:
-            ring, neighbor = key.data
-            messages, is_connected = neighbor.receive()
-            if not is_connected:
-                neighbor.close()
-            ring.hear(neighbor, messages, is_connected)
+            self._hear(*key.data)
         for ring, _ in list(self._rings.values()):
             ring.look()
         for watch in self._watches():
             watch.judge()
+
+    def _hear(self, ring: Ring, neighbor: Connection) -> None:
+        """Called if a neighbor has sent, or if the connection to it has ended."""
+        messages, is_connected = neighbor.receive()
+        if not is_connected:
+            neighbor.close()
+        ring.hear(neighbor, messages, is_connected)
 
 
 GUARD = Guard()  # one for the process, like sys.excepthook

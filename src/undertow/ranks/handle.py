@@ -1,7 +1,7 @@
 """A message in flight, to wait for.
 
 Handle      wait for it, poll it, or await it
-Waiter      waits for its works, as a group does
+Waiter      waits for its works, until a rank is gone
 ThreadWork  work that a thread of the host does, as a backend's work
 """
 
@@ -9,32 +9,71 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from undertow.ranks import patience
 from undertow.ranks.threads import Worker
+from undertow.ranks.watch import NullWatch
 
 Work: TypeAlias = Any  # a dist.Work (torch's signatures add None), or a similar object
 Task = Callable[[], Any]
 
 
-class Waiter(Protocol):
-    """An `OwnGroup`, or a wait over one, or over a group of the user's."""
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """Waits for works over the connections of a group, until a rank of it is gone."""
+
+    watch: NullWatch
+    is_host: bool  # else the works are on a device
 
     def complete(self, work: Work) -> None:
-        """Waits for one work; raises if it failed."""
+        """Waits for `work`; on a device, makes the current stream wait.
+
+        Over gloo, the wait ends in one of four ways:
+
+        - Gloo's thread completes the work.
+        - Gloo's thread fails it, because a connection has ended: a rank has died, another rank has
+          given up (`Watch.give_up`), or the group's timeout is over.
+        - The guard's thread interrupts the group (`Watch.judge`), and gloo's thread fails the work.
+        - This thread ends it one look after a rank is known to be gone, if gloo does not fail it.
+
+        Raises the transport's error, or RuntimeError in the last case. A context of `Watch.waiting`
+        around the call replaces these by the reason.
+        """
+        is_broken = False
+        while self.is_host and not work.is_completed():
+            until_s = time.monotonic() + patience.LOOK_S
+            try:
+                work.wait(timedelta(seconds=patience.LOOK_S))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    break
+            # Gloo fails operations when it closes a connection, except a partly sent message.
+            if is_broken:
+                raise RuntimeError(
+                    "the connection to another rank was closed in the middle of a message."
+                )
+            is_broken = self.watch.fault is not None
+            # the work may not support a time limit
+            time.sleep(max(0.0, until_s - time.monotonic()))
+        work.wait()  # returns at once, or raises the work's error
 
 
 class Handle:
     """A message in flight, and the function that follows it. Wait for it, poll it, or await it.
 
-    `waiter` waits for each work; without one, its own `wait` is called. `finish` is called once, by
-    the first wait, and holds the inputs of the works. A backend releases them as soon as any
+    `waiter` waits for each work; without one, its own `wait` is called. Reports call the wait by
+    its `name`, if it has one. `finish` is called once, by the first wait, and holds the inputs of
+    the works. A backend releases them as soon as any
     stream, such as a clock's, waits for a work; a stream that has not waited could then overwrite
     the memory.
 
@@ -46,6 +85,7 @@ class Handle:
         self,
         *works: Work,
         waiter: Waiter | None = None,
+        name: str = "",
         finish: Callable[[], object] | None = None,
         result: Tensor | None = None,
         record: Callable[[], torch.Event] | None = None,
@@ -54,13 +94,14 @@ class Handle:
         self.is_found_complete = False  # set after the first wait or successful poll
         self._is_waited = False
         self._waiter = waiter
+        self._name = name
         self._finish = finish
         self._result = result
         self._record = record
         self._arrived: torch.Event | None = None  # the end of the first wait
 
     @classmethod
-    def in_thread(cls, call: Task, thread: Worker, *, waiter: Waiter) -> Handle:
+    def in_thread(cls, call: Task, thread: Worker, *, waiter: Waiter | None) -> Handle:
         """Calls `call` in a thread."""
         work = ThreadWork()
         thread.submit(work.run, call)
@@ -86,6 +127,9 @@ class Handle:
         for work in self.works:
             if waiter is None:
                 work.wait()
+            elif self._name:
+                with waiter.watch.waiting(self._name):
+                    waiter.complete(work)
             else:
                 waiter.complete(work)
         finish = self._finish

@@ -29,18 +29,25 @@ import os
 import secrets
 import selectors
 import socket
+import struct
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from torch.distributed.distributed_c10d import Store
+
 from undertow.ranks import patience
-from undertow.ranks.connections import Connection, host_of, own_address
-from undertow.ranks.meeting import HOSTS, Meeting
+from undertow.ranks.connections import Connection
+from undertow.ranks.meeting import HOSTS, Meeting, innermost
 
 _BACKLOG = 128
 _MAX_UNPROVEN = 64  # connections without a token; far fewer than a process may have open
 _UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK)  # the second one on Windows
+# reserved for documents: the route to them is the default one
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+_GET_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 
 
 def connect_ring(meeting: Meeting) -> list[Connection]:
@@ -278,3 +285,57 @@ def _listening(address: str) -> socket.socket:
     listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def own_address(host: str) -> str:
+    """Returns the address by which other ranks reach this machine; `host` serves their store, if
+    that is known.
+
+    The interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names decides, if it has an IPv4
+    address.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if address := _address_of(names.split(",")[0].removeprefix("=")):
+        return address
+    is_local = host == "localhost" or _is_loopback(host)
+    for towards in (host, *_ELSEWHERE):
+        found = _address_towards(towards)
+        # Some systems give the machine's own name an address that no other machine reaches.
+        if found and (is_local or not _is_loopback(found)):
+            return found
+    return "127.0.0.1"
+
+
+def host_of(store: Store) -> str:
+    """Returns the host that serves a store, or the one that MASTER_ADDR names, or an empty text."""
+    return str(getattr(innermost(store), "host", os.environ.get("MASTER_ADDR", "")))
+
+
+def _address_of(interface: str) -> str:
+    """Returns the IPv4 address of an interface, or an empty text."""
+    if sys.platform == "linux" and interface:
+        import fcntl  # Windows lacks it
+
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        ):
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
+    return ""
+
+
+def _address_towards(host: str) -> str:
+    """Returns this machine's address on the route to `host`, or an empty text; sends nothing."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, 9, type=socket.SOCK_DGRAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

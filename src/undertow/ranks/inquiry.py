@@ -1,4 +1,5 @@
-"""A query of ranks for their activity, and its answers, which are gathered up the ring once.
+"""Has this rank waited too long? A query of ranks for their activity, whose answers are gathered up
+the ring once.
 
         rank 3 asks           the others answer
     2 ◄── 3 ──► 4             2 ──► 3 ◄── 4
@@ -29,7 +30,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from undertow.ranks import patience
+from undertow.config import SyncConfig
+from undertow.ranks import faults, patience
 from undertow.ranks.answers import (
     Answer,
     Answers,
@@ -39,16 +41,8 @@ from undertow.ranks.answers import (
     reporters,
     stall_text,
 )
-from undertow.ranks.ring_messages import MessageKind
-
-Message = dict[str, Any]
-
-
-class Neighbor(Protocol):
-    """A connection to a neighbor."""
-
-    @property
-    def rank(self) -> int: ...
+from undertow.ranks.connections import Connection, Message, MessageKind
+from undertow.ranks.faults import Fault
 
 
 class Party(Protocol):
@@ -58,9 +52,9 @@ class Party(Protocol):
     num_ranks: int
 
     @property
-    def neighbors(self) -> Sequence[Any]: ...
+    def neighbors(self) -> Sequence[Connection]: ...
 
-    def say_to(self, neighbor: Any, kind: MessageKind, **content: Any) -> None:
+    def say_to(self, neighbor: Connection, kind: MessageKind, **content: Any) -> None:
         """Sends a message to one neighbor."""
 
     def say(self, kind: MessageKind, **content: Any) -> None:
@@ -79,8 +73,8 @@ class _Query:
     number: int  # of the asker's queries
     about: Sequence[Call]
     depth: int  # ranks between this one and the asker, and one
-    parent: Neighbor | None  # the neighbor that has asked; None on the asker
-    children: list[Neighbor]  # that have not answered
+    parent: Connection | None  # the neighbor that has asked; None on the asker
+    children: list[Connection]  # that have not answered
     until_s: float  # when this rank answers without them
     found: Answers = field(default_factory=Answers)
     is_answered: bool = False
@@ -89,7 +83,7 @@ class _Query:
 class Inquiry:
     """The queries about one model that this rank takes part in.
 
-    Used by the guard's thread alone.
+    Used by the guard's thread alone, except `told_about`.
     """
 
     def __init__(self, ring: Party, number: int) -> None:
@@ -100,6 +94,7 @@ class Inquiry:
         self.asked_s = -math.inf  # when the last query began
         self.is_about_calls = False  # the last query confirms calls of the answers before
         self.answers: Answers | None = None  # to the last query, when they have arrived
+        self._told = -math.inf, ""  # time and text of the last report
 
     @property
     def limit_s(self) -> float:
@@ -118,7 +113,7 @@ class Inquiry:
         children = list(self._ring.neighbors)
         self._begin(_Query(self._ring.rank, number, about, 0, None, children, until_s))
 
-    def hear(self, kind: str, source: Neighbor, message: Message) -> None:
+    def hear(self, kind: str, source: Connection, message: Message) -> None:
         """Handles a message of a neighbor; raises an error if it is malformed."""
         asker, number = int(message["asker"]), int(message["query"])
         if asker not in range(self._ring.num_ranks):
@@ -139,6 +134,50 @@ class Inquiry:
         self._query = None
         self.answers = found
 
+    def stall(self, waited_s: float, limits: SyncConfig, left: Mapping[int, Fault]) -> Fault | None:
+        """Looks at this rank's wait: asks all ranks if it is long, prints their answers, and
+        returns the fault that these show.
+
+        `left` has the ranks that have closed the model, or ended.
+        """
+        now_s = time.monotonic()
+        is_news = self._told[0] < self.asked_s and not self.is_about_calls
+        if is_news and self.answers is not None:
+            text = self.report(left)
+            self._told = now_s, text
+            if text:
+                faults.tell(self._share_of(text, left.keys()))
+        is_over = waited_s > limits.stall_timeout_s
+        if waited_s < limits.stall_warning_s and not is_over:
+            return None
+        pause_s = 2 * self.limit_s
+        about = self.calls_to_confirm()
+        if not (is_over or about):
+            pause_s = max(limits.stall_warning_s, pause_s)
+        if now_s > self.asked_s + pause_s:
+            self.ask(about)
+        elif self.answers is not None:
+            num_ranks = self._ring.num_ranks
+            # if others are late, the wait may be for another rank
+            if left and self.answers.late(num_ranks) <= left.keys():
+                return next(iter(left.values()))
+            if is_over or self.answers.are_in_deadlock(num_ranks):
+                return faults.stalled(self.report(left))
+        return None
+
+    def report(self, left: Mapping[int, Fault]) -> str:
+        """Returns the waits and activities of all ranks, or an empty text if no rank waits."""
+        if self.answers is None:
+            return ""
+        gone = {rank: fault.what for rank, fault in left.items()}
+        return stall_text(self.answers, gone, num_ranks=self._ring.num_ranks)
+
+    def told_about(self, wait: tuple[str, float]) -> str:
+        """Returns the last report if it was printed during this wait, with a name and a start."""
+        told_s, text = self._told
+        waits_for, since_s = wait
+        return text if waits_for and told_s > since_s else ""
+
     def calls_to_confirm(self) -> list[Call]:
         """Returns the calls of ranks that all wait, if they were not asked about them yet."""
         answers = self.answers
@@ -146,15 +185,9 @@ class Inquiry:
             return []
         return sorted(answers.calls) if len(answers.calls) > 1 else []
 
-    def report(self, gone: Mapping[int, str]) -> str:
-        """Returns the waits and activities of all ranks, or an empty text if no rank waits; `gone`
-        has the ends of ranks."""
-        num_ranks = self._ring.num_ranks
-        return "" if self.answers is None else stall_text(self.answers, gone, num_ranks=num_ranks)
-
-    def share_of(self, report: str, gone: Set[int]) -> str:
-        """Returns what this rank prints of a report. Two ranks print all of it: thousands of equal
-        reports in one log hide everything else."""
+    def _share_of(self, report: str, gone: Set[int]) -> str:
+        """Returns the lines of a report that this rank prints. Two ranks print all of it: thousands
+        of equal reports in one log hide everything else."""
         assert self.answers is not None  # the report is made of them
         tellers = reporters(self.answers, gone, num_ranks=self._ring.num_ranks)
         if self._ring.rank in tellers:
@@ -172,7 +205,7 @@ class Inquiry:
         query = self._query
         return math.inf if query is None or query.is_answered else query.until_s
 
-    def _is_asked(self, asker: int, number: int, source: Neighbor, message: Message) -> None:
+    def _is_asked(self, asker: int, number: int, source: Connection, message: Message) -> None:
         query, about = self._query, calls_from(message["about"])
         if query is not None and (asker, number) == (query.asker, query.number):
             self._has_answered(query, source)  # the two sides have met
@@ -215,7 +248,7 @@ class Inquiry:
         self.is_about_calls = is_about_calls
         self.answers = None
 
-    def _is_answered(self, asker: int, number: int, source: Neighbor, message: Message) -> None:
+    def _is_answered(self, asker: int, number: int, source: Connection, message: Message) -> None:
         query, found = self._query, answers_from(message, self._ring.num_ranks)
         if query is None or (asker, number) != (query.asker, query.number):
             return
@@ -227,7 +260,7 @@ class Inquiry:
         self._has_answered(query, source)
         self._advance()
 
-    def _has_answered(self, query: _Query, source: Neighbor) -> None:
+    def _has_answered(self, query: _Query, source: Connection) -> None:
         query.children = [child for child in query.children if child is not source]
 
     def _advance(self) -> None:
@@ -262,6 +295,37 @@ class Inquiry:
             query=query.number,
             **found.content(),
         )
+
+
+class Inquiries:
+    """The inquiries about the models of a ring, also about models that this rank lacks."""
+
+    def __init__(self, ring: Party) -> None:
+        self._ring = ring
+        self._of_models: dict[int, Inquiry] = {}
+
+    def of(self, number: int) -> Inquiry:
+        """Returns the queries about a model."""
+        return self._of_models.setdefault(number, Inquiry(self._ring, number))
+
+    def forget(self, number: int) -> None:
+        """Drops a model that this rank has closed."""
+        self._of_models.pop(number, None)
+
+    def hear(self, message: Message, source: Connection) -> None:
+        """Handles a message of a neighbor; raises an error if it is malformed."""
+        self.of(int(message["number"])).hear(message["kind"], source, message)
+
+    def look(self) -> None:
+        """Answers queries whose time is over."""
+        for inquiry in list(self._of_models.values()):
+            inquiry.look()
+
+    @property
+    def due_s(self) -> float:
+        """When `look` will have something to do."""
+        inquiries = list(self._of_models.values())
+        return min((inquiry.due_s for inquiry in inquiries), default=math.inf)
 
 
 def _place_in_line(rank: int) -> int:

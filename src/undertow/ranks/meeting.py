@@ -1,6 +1,7 @@
 """A meeting of ranks: each waits until all have arrived, in the store of torch.distributed.
 
 meeting_of  context: a meeting of these ranks
+meet        a meeting before these ranks make a process group
 Meeting     the texts and counters of a meeting in the store
 Lateness    how long a rank waits for late ones
 
@@ -31,12 +32,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # its stu
 from torch.distributed.distributed_c10d import Store
 
 from undertow.config import SyncConfig
-from undertow.errors import RankLost, UndertowError
+from undertow.errors import RankLost, UndertowError, require
 from undertow.ranks import faults, patience
 from undertow.ranks.answers import Ranks
 from undertow.ranks.answers import named as subject
-from undertow.ranks.connections import innermost
-from undertow.ranks.null_watch import NullWatch
+from undertow.ranks.watch import NullWatch
 from undertow.torch_private import process_groups
 
 # Flags in the counter of a place, whose lower part counts the ranks that have arrived.
@@ -51,7 +51,7 @@ _REQUEST_S = 60.0
 HOSTS = "hosts"  # the end of the key that tells that these ranks are on several hosts
 # The end of the key with the name of the process group that the ranks are about to make. Rank 0's
 # text at a place would not do: rank 0 deletes it before a slow rank reads it.
-NAME = "name"
+_NAME = "name"
 _ALL = "all"  # the end of the key that tells that all have arrived at a place, or one has given up
 
 
@@ -83,6 +83,37 @@ def meeting_of(
             where=_where(rank),
             remedy="Find out why that process ended, often rank 0's, and start again.",
         ) from error
+
+
+def meet(
+    ranks: tuple[int, ...],
+    rank: int,
+    limits: SyncConfig,
+    watch: NullWatch,
+    *,
+    within_s: float,
+    obstacle: str = "",
+) -> str:
+    """Waits until all these ranks are about to make a process group, and returns its name: torch's
+    own waits cannot be interrupted.
+
+    `obstacle` says why this rank cannot make it, with a remedy in a second line. If one rank has
+    one, all raise it as ConfigError. Raises StallTimeout if a rank does not arrive in time.
+    """
+    found = name = ""
+    with meeting_of(ranks, rank, limits, watch, within_s) as meeting:
+        if rank == 0:
+            meeting.store.set(f"{meeting.key}/{_NAME}", process_groups.new_name())
+        if obstacle:
+            meeting.fail(obstacle)
+        meeting.arrive("group")
+        if meeting.has_failed:
+            found = meeting.why()
+        else:
+            name = meeting.store.get(f"{meeting.key}/{_NAME}").decode()
+    what, _, remedy = found.partition("\n")
+    require(not found, what, where=f"the making of a process group, rank {rank}", remedy=remedy)
+    return name
 
 
 class Lateness:
@@ -138,6 +169,13 @@ class Lateness:
                     f"rank {self._rank} has waited {waited_s:.0f} s for {subject(late)} to "
                     "synchronize a model."
                 )
+
+
+def innermost(store: Store) -> Store:
+    """Returns the store that prefixes of keys lead to."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +325,7 @@ class Meeting:
         if self.rank == 0:
             places = [f"{before}/{name}" for name in ("at", "through", "group")]
             keys += [*places, *(f"{place}/{_ALL}" for place in places)]
-            keys += [f"{before}/{name}" for name in ("over", "why", HOSTS, NAME)]
+            keys += [f"{before}/{name}" for name in ("over", "why", HOSTS, _NAME)]
         with contextlib.suppress(RuntimeError):  # some stores cannot
             for key in keys:
                 self.store.delete_key(key)

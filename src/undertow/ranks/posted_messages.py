@@ -72,7 +72,7 @@ class PostedMessages:
         work = ThreadWork()
         before = () if behind is None else (behind,)
         self._posting.submit(self._advance, work, Wait(before, first))
-        return Handle(work, waiter=self.group)
+        return Handle(work, waiter=self.group.waiter)
 
     def _advance(self, work: ThreadWork, wait: Wait, alone: Worker | None = None) -> None:
         """Waits, and runs the next stage. `alone` is the thread of a gather."""
@@ -142,8 +142,8 @@ class PostedMessages:
         rows = memory.view(len(messages) - 1, stride)
         received = list(rows[:, : own.numel()].unbind())
         received.insert(self.group.rank, own)
-        works = self.group.receive(received, tag, group)
-        works += self.group.send(messages, tag, group)
+        works = self.group.receive_each(received, tag, group)
+        works += self.group.send_each(messages, tag, group)
         return Arriving(received, works, [memory])
 
     def scatter(
@@ -182,7 +182,7 @@ class PostedMessages:
         """
         if arriving.parts:
             group = self.group.process_group
-            arriving.sums.extend(self.group.receive(arriving.parts, tag, group))
+            arriving.sums.extend(self.group.receive_each(arriving.parts, tag, group))
 
     def share_sum(self, arriving: Arriving, tag: int) -> list[Work]:
         """Sends this rank's part of a sum, when its works are complete; returns the works until
@@ -193,7 +193,7 @@ class PostedMessages:
         own.copy_(sum_in_order(arriving.messages, into=torch.empty_like(own)))
         self.give_back(arriving.held)
         sent = [own] * self.group.num_ranks
-        return [*arriving.sums, *self.group.send(sent, tag, self.group.process_group)]
+        return [*arriving.sums, *self.group.send_each(sent, tag, self.group.process_group)]
 
     def finish_sum(self, tensor: Tensor, arriving: Arriving) -> None:
         """Completes the sum when all its works are complete."""
@@ -269,28 +269,21 @@ class PostedMessages:
         group = gathering.group or self.group.process_group
         for hop in gathering.hops:
             for number, piece in enumerate(hop.received):
-                only = self._only(piece, hop.of)
-                hop.works.extend(self.group.receive(only, tag + number, group))
+                hop.works.append(self.group.receive(piece, hop.of, tag + number, group))
         if not gathering.hops:
-            gathering.works.extend(self.group.receive(gathering.messages, tag, group))
+            gathering.works.extend(self.group.receive_each(gathering.messages, tag, group))
 
     def send_hop(self, gathering: Gathering, hop: Hop, tag: int) -> None:
         """Sends messages of a gather that are here."""
         group = gathering.group or self.group.process_group
         for number, piece in enumerate(hop.sent):
-            gathering.works.extend(self.group.send(self._only(piece, hop.to), tag + number, group))
-
-    def _only(self, message: Tensor, peer: int) -> list[Tensor]:
-        """Returns messages of all ranks, of which only one has elements."""
-        messages = [message[:0]] * self.group.num_ranks
-        messages[peer] = message
-        return messages
+            gathering.works.append(self.group.send(piece, hop.to, tag + number, group))
 
     def expect_recut(self, recut: Recut, tag: int) -> None:
         """Posts the receives of elements that ranks have in other parts."""
         places = [recut.received[part.start : part.stop] for part in recut.of]
         group = recut.group or self.group.process_group
-        recut.works.extend(self.group.receive(places, tag, group))
+        recut.works.extend(self.group.receive_each(places, tag, group))
 
     def send_recut(self, recut: Recut, tag: int) -> None:
         """Sends this rank's elements to the ranks whose parts have them."""
@@ -300,13 +293,13 @@ class PostedMessages:
         if kept.data_ptr() != places[rank].data_ptr():
             kept.copy_(places[rank])
         group = recut.group or self.group.process_group
-        recut.works.extend(self.group.send(places, tag, group))
+        recut.works.extend(self.group.send_each(places, tag, group))
 
     def send_to_all(self, gathering: Gathering, tag: int) -> None:
         """Sends this rank's message of a gather."""
         messages = [gathering.own] * self.group.num_ranks
         group = gathering.group or self.group.process_group
-        gathering.works.extend(self.group.send(messages, tag, group))
+        gathering.works.extend(self.group.send_each(messages, tag, group))
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns memory for a message."""

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, cached_property, partial
 from typing import cast
 
@@ -23,14 +20,16 @@ from undertow.config import SyncConfig
 from undertow.device import device_of
 from undertow.errors import PhaseError, UndertowError
 from undertow.ranks import faults, patience
+from undertow.ranks.activity import Activity
 from undertow.ranks.descriptors import why_too_few
-from undertow.ranks.faults import Activity, raised
+from undertow.ranks.faults import raised
 from undertow.ranks.group import Abilities, GroupRef, family_of, tell_of_unknown
-from undertow.ranks.guard import meet, watch_over
-from undertow.ranks.handle import Handle, ThreadWork, Work
-from undertow.ranks.null_watch import NullWatch
+from undertow.ranks.guard import watch_over
+from undertow.ranks.handle import Handle, ThreadWork, Waiter, Work
+from undertow.ranks.meeting import meet
 from undertow.ranks.threads import Worker
-from undertow.ranks.watch import Watch
+from undertow.ranks.torch_group import TorchGroup
+from undertow.ranks.watch import NullWatch, Watch
 from undertow.torch_private import process_groups
 
 _CLOSED = NullWatch()  # of groups that are closed
@@ -47,10 +46,9 @@ class OwnGroup:
     """A clone of the user's process group, so that Undertow's collectives never interleave with the
     user's own.
 
-    `open` creates it. It is referenced weakly, for the reason given in `GroupRef`. A group may be
-    `within` another one that has all its ranks; then the two share faults, and a fault interrupts
-    waits over either. With `is_axis` that one has all ranks of a mesh, and this one is the data
-    axis at one place of the other axes.
+    `open` creates it. A group may be `within` another one that has all its ranks; then the two
+    share faults, and a fault interrupts waits over either. With `is_axis` that one has all ranks of
+    a mesh, and this one is the data axis at one place of the other axes.
     """
 
     def __init__(
@@ -67,21 +65,19 @@ class OwnGroup:
         self.num_ranks = len(user.ranks)
         self.backend = user.backend_for(device)
         self.hardware = device_of(device)
-        self.watch: Watch | NullWatch = NullWatch()  # over the other ranks
+        # over the other ranks, from `open` on
+        self.watch: Watch | NullWatch = NullWatch()
+        self.waiter = Waiter(self.watch, self.hardware.is_host)
         # the ranks that must agree on the model
         self.everyone: OwnGroup = within if within is not None and is_axis else self
         self.here: Activity = Activity() if self.everyone is self else self.everyone.here
         # the ranks that choose plans together: of a mesh all, if places have parts of equal sizes
         self.deciding: OwnGroup = self
-        # of the user's, for the other axes of a mesh: a fault ends waits over them too
-        self.others: Sequence[weakref.ref[dist.ProcessGroup]] = ()
-        # communication hooks and torch's join, as long as they use the user's group
-        self.borrowers: set[str] = set()
+        self.torch_group = TorchGroup(clone_of=user)  # the clone, from `open` on
+        self.borrowers = self.torch_group.borrowers
         self._within = within
         self.limits = limits
-        # reentrant: collecting a model here may destroy the group being interrupted
-        self._destroying = threading.RLock()
-        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        self.is_open = False
 
     @cached_property
     def names(self) -> Sequence[int]:
@@ -113,10 +109,6 @@ class OwnGroup:
             tell_of_unknown(self.backend)
         return self.user.abilities_for(self.device)
 
-    @property
-    def is_open(self) -> bool:
-        return self._group is not None
-
     def open(self) -> None:
         """Creates the clone; a collective call before any other over it.
 
@@ -127,14 +119,15 @@ class OwnGroup:
         ranks, timeout = self.user.ranks, self.user.timeout
         within_s = patience.GROUP_S if timeout is None else timeout.total_seconds()
         if self.num_ranks == 1:
-            self._group = weakref.ref(self._clone(process_groups.new_name()))
+            self._follow(self._clone(process_groups.new_name()))
             return
         if self._within is None:
             self.here.thread = threading.get_ident()  # until another thread trains
             self.watch = watch_over(ranks, self.rank, self.limits, self.here, within_s=within_s)
         else:
             self.watch = self._within.watch
-        self.watch.groups.append(weakref.ref(self))
+        self.waiter = Waiter(self.watch, self.hardware.is_host)
+        self.watch.groups.append(weakref.ref(self.torch_group))
         what = "all ranks, to make a process group"
         self.makes_call(what)
         with self.waiting(what):
@@ -146,7 +139,11 @@ class OwnGroup:
                 within_s=within_s,
                 obstacle=self._obstacle(),
             )
-            self._group = weakref.ref(self._made(name))
+            self._follow(self._made(name))
+
+    def _follow(self, clone: dist.ProcessGroup) -> None:
+        self.torch_group.weak = weakref.ref(clone)
+        self.is_open = True
 
     def _obstacle(self) -> str:
         """Returns why this rank cannot make the clone, as `meet` takes it, or an empty text."""
@@ -166,7 +163,7 @@ class OwnGroup:
         thread = self.worker("undertow-connects")
         thread.submit(made.run, partial(self._clone, name))
         thread.shutdown()
-        self.complete(made)
+        self.waiter.complete(made)
         return cast(dist.ProcessGroup, made.result())
 
     def _clone(self, name: str) -> dist.ProcessGroup:
@@ -180,9 +177,7 @@ class OwnGroup:
     def makes_call(self, name: str) -> None:
         """Counts a collective call of all its ranks, in the order of the program: ranks that wait
         compare these counts."""
-        here = self.watch.here
-        if here is not None:
-            here.makes_call(name, self._callers)
+        self.watch.makes_call(name, self._callers)
 
     def tell_places(self, error: UndertowError) -> None:
         """Called before an error that all ranks of this data axis raise: the ranks at other places
@@ -224,7 +219,7 @@ class OwnGroup:
         # dist.all_reduce would call this after many more lines.
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         work = self.process_group.allreduce([real], _all_reduce_options(op))
-        return Handle(work, waiter=self, finish=finish)
+        return Handle(work, waiter=self.waiter, finish=finish)
 
     def all_gather(self, tensor: Tensor, name: str) -> Handle:
         """Starts to gather a tensor of each rank, all of one shape and dtype.
@@ -274,55 +269,35 @@ class OwnGroup:
         would be full and the others' empty."""
         return [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
 
-    def send(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
-        """Starts to send `parts[peer]` to each other rank over the process group, unless it is
-        empty."""
-        return [over.send([parts[peer]], peer, tag) for peer in self.peers if parts[peer].numel()]
+    def send(self, message: Tensor, peer: int, tag: int, over: dist.ProcessGroup) -> Work:
+        """Starts to send a message to one rank over the process group."""
+        return over.send([message], peer, tag)
 
-    def receive(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
-        """Starts to receive into `parts[peer]` from each other rank over the process group, unless
-        it is empty."""
-        return [over.recv([parts[peer]], peer, tag) for peer in self.peers if parts[peer].numel()]
+    def receive(self, message: Tensor, peer: int, tag: int, over: dist.ProcessGroup) -> Work:
+        """Starts to receive a message from one rank over the process group."""
+        return over.recv([message], peer, tag)
 
-    def complete(self, work: Work) -> None:
-        """Waits for `work`; on a device, makes the current stream wait.
+    def send_each(self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup) -> list[Work]:
+        """Starts to send `parts[peer]` to each other rank, unless it is empty."""
+        return [
+            self.send(parts[peer], peer, tag, over) for peer in self.peers if parts[peer].numel()
+        ]
 
-        Over gloo, the wait ends in one of four ways:
-
-        - Gloo's thread completes the work.
-        - Gloo's thread fails it, because a connection has ended: a rank has died, another rank has
-          given up (`Watch.give_up`), or the group's timeout is over.
-        - The guard's thread interrupts the group (`Watch.judge`), and gloo's thread fails the work.
-        - This thread ends it one look after a rank is known to be gone, if gloo does not fail it.
-
-        Raises the transport's error, or RuntimeError in the last case. A context of `waiting`
-        around the call replaces these by the reason.
-        """
-        is_broken = False
-        while self.hardware.is_host and not work.is_completed():
-            until_s = time.monotonic() + patience.LOOK_S
-            try:
-                work.wait(timedelta(seconds=patience.LOOK_S))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    break
-            # Gloo fails operations when it closes a connection, except a partly sent message.
-            if is_broken:
-                raise RuntimeError(
-                    "the connection to another rank was closed in the middle of a message."
-                )
-            is_broken = self.is_broken
-            # the work may not support a time limit
-            time.sleep(max(0.0, until_s - time.monotonic()))
-        work.wait()  # returns at once, or raises the work's error
+    def receive_each(
+        self, parts: Sequence[Tensor], tag: int, over: dist.ProcessGroup
+    ) -> list[Work]:
+        """Starts to receive into `parts[peer]` from each other rank, unless it is empty."""
+        return [
+            self.receive(parts[peer], peer, tag, over) for peer in self.peers if parts[peer].numel()
+        ]
 
     def _handle(
         self, work: Work, name: str, result: Tensor, finish: Callable[[], object] | None = None
     ) -> Handle:
         return Handle(
             work,
-            waiter=_NamedWait(self, name),
+            waiter=self.waiter,
+            name=name,
             finish=finish,
             result=result,
             record=self.hardware.record,
@@ -337,10 +312,11 @@ class OwnGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        if self._group is None:
+        if not self.is_open:
             self.open()
         # Inline, without `existing()`, because every message asks.
-        group = self._group() if self._group is not None and dist.is_initialized() else None
+        weak = self.torch_group.weak
+        group = weak() if weak is not None and dist.is_initialized() else None
         if group is None:
             raise PhaseError(
                 "the process group of this model has been destroyed.",
@@ -353,7 +329,7 @@ class OwnGroup:
 
     def existing(self) -> dist.ProcessGroup | None:
         """Returns the clone if it was created and torch.distributed still has it."""
-        return None if self._group is None or not dist.is_initialized() else self._group()
+        return self.torch_group.existing()
 
     @property
     def is_alive(self) -> bool:
@@ -375,46 +351,7 @@ class OwnGroup:
         watch, self.watch = self.watch, _CLOSED
         if self._within is None:
             watch.leave(raised())
-        with self._destroying:
-            group = self.existing()
-            if group is not None and watch.fault is not None:
-                process_groups.interrupt(
-                    group
-                )  # destroying would otherwise wait for operations in flight
-            if group is not None:
-                # ValueError: torch has forgotten the group, and a gather has held it until now.
-                with contextlib.suppress(ValueError):
-                    dist.destroy_process_group(group)
-
-    def interrupt(self) -> None:
-        """Interrupts the clone, and the user's group if it waits over that.
-
-        Called by the thread that listens to other ranks, or by one that is about to raise.
-        """
-        # otherwise this thread might hold the last reference to a group and destroy it too early
-        with self._destroying:
-            group = self.existing()
-            users = self.user.group if self.borrowers else None
-            others = {other() for other in self.others}
-            if group is not None:
-                for one in filter(None, {group, users, *others}):
-                    process_groups.interrupt(one)
-            self.others = ()
-            if others and self.watch.fault is not None and not self.here.wait[0]:
-                # The user's wait ends with an error that names no rank.
-                faults.tell(self.watch.fault.what)
-
-
-@dataclass(frozen=True, slots=True)
-class _NamedWait:
-    """A wait over a group that reports call by its name."""
-
-    group: OwnGroup
-    name: str
-
-    def complete(self, work: Work) -> None:
-        with self.group.waiting(self.name):
-            self.group.complete(work)
+        self.torch_group.destroy(is_broken=watch.fault is not None)
 
 
 @cache

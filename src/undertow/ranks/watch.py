@@ -1,9 +1,9 @@
 """A rank's watch over the other ranks of a model: it knows which are alive, and which wait.
 
-    Watch   the ranks of one model: the wait of this rank, and the reason why it cannot continue
-    Ring    the ranks of a process group: messages of its models beside the collectives
-
-If ranks cannot connect, or there is only one, a `NullWatch` takes its place (`null_watch`).
+    Ring       the ranks of a process group: messages of its models beside the collectives
+    Watch      the ranks of one model: the wait of this rank, and the reason why it cannot continue
+    NullWatch  takes its place if ranks cannot connect, or if there is only one
+    Waiting    a wait for other ranks; if it fails, the reason is raised
 
         rank 0 ── rank 1 ── rank 2 ── ... ── rank 0        a TCP connection each; two ranks have one
 
@@ -15,18 +15,10 @@ be lost. One cut link or one lost rank leaves the others connected. Two lost ran
 parts, and each part has a neighbor of a lost rank. A message travels half a round: with 1,000
 ranks, 500 hops of a fraction of a millisecond.
 
-A message is a JSON object with its `kind`, the rank that says it (`from`), and, if it is about one
-model, the `number` of the model. It goes both ways round, up to the rank that has said it. A rank
-forwards a message to its other neighbor before it acts on it, because the message may end it.
-Receiving a message twice changes nothing. A rank that knows a fault of the model forwards no other
-one: its neighbors know one too.
-
-    kind     from whom, when                                  a rank that receives it
-    fails    a rank that raises, or whose neighbor is lost    latches the error, ends its waits
-    leaves   a rank that closes a model, cannot continue      fails if it waits for that rank
-             with it, or ends
-    answers  a rank that has waited for long, of all ranks    reports them: `inquiry` gathers them
-    tells    a rank that calls `ask`, its digest or text      keeps it for its own `ask`
+A message (`connections.MessageKind` has all kinds) goes both ways round, up to the rank that has
+said it. A rank forwards a message to its other neighbor before it acts on it, because the message
+may end it. Receiving a message twice changes nothing. A rank that knows a fault of the model
+forwards no other one: its neighbors know one too.
 
 Ranks send nothing unless one waits for long. A fault is latched before groups are interrupted, so
 that a thread whose collective breaks finds the reason.
@@ -36,6 +28,7 @@ Reasons: docs/design/lost-ranks.md.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -53,17 +46,13 @@ from undertow.config import SyncConfig
 from undertow.errors import PeerFailed, UndertowError
 from undertow.foreign import parsed_json
 from undertow.ranks import faults, patience
-from undertow.ranks.alike import Alike, alike
-from undertow.ranks.answers import Answer, Call
-from undertow.ranks.connections import SILENCE_S, Connection
-from undertow.ranks.faults import Activity, Fault
-from undertow.ranks.inquiry import Inquiry
-from undertow.ranks.null_watch import NullWatch
-from undertow.ranks.ring_messages import DIRECTED, MessageKind
+from undertow.ranks.activity import Activity
+from undertow.ranks.answers import Alike, Answer, Call, alike
+from undertow.ranks.connections import DIRECTED, SILENCE_S, Connection, Message, MessageKind
+from undertow.ranks.faults import Fault, is_of_transport, is_timeout
+from undertow.ranks.inquiry import Inquiries, Inquiry
 from undertow.ranks.threads import WorkerThread
-from undertow.ranks.transport_errors import is_of_transport, is_timeout
-
-Message = dict[str, Any]
+from undertow.ranks.torch_group import TorchGroup
 
 _log = logging.getLogger("undertow")
 
@@ -81,7 +70,7 @@ class Ring:
         # ranks whose process has ended without an error that is fatal to the others
         self.left: dict[int, Fault] = {}
         self._num_watches = 0  # models that this rank has created
-        self._inquiries: dict[int, Inquiry] = {}  # by model; also of models that this rank lacks
+        self.inquiries = Inquiries(self)  # about the waits of all ranks
 
     def join(self, limits: SyncConfig, here: Activity | None = None) -> Watch:
         """Registers a new model of these ranks; each of them calls it, in the same order."""
@@ -103,31 +92,20 @@ class Ring:
         encoded = json.dumps({"kind": kind, "from": self.rank, **content}).encode()
         neighbor.send(encoded, about_wait=kind if kind == MessageKind.ASKS else "")
 
-    def inquiry(self, number: int) -> Inquiry:
-        """Returns the queries about a model."""
-        return self._inquiries.setdefault(number, Inquiry(self, number))
-
     def answer(self, number: int, about: Sequence[Call]) -> tuple[Answer, bool] | None:
         """Returns the answer of this rank's watch over a model, if it has that model."""
         watch = self.watches.get(number)
-        return None if watch is None else watch.answer(about)
+        return None if watch is None else watch.here.answer_again(self.rank, about)
 
     def look(self) -> None:
         """Answers queries whose time is over."""
         with self.condition:
-            for inquiry in list(self._inquiries.values()):
-                inquiry.look()
-
-    @property
-    def due_s(self) -> float:
-        """When `look` will have something to do."""
-        inquiries = list(self._inquiries.values())
-        return min((inquiry.due_s for inquiry in inquiries), default=math.inf)
+            self.inquiries.look()
 
     def forget(self, number: int) -> None:
         """Drops a model that this rank has closed."""
         self.watches.pop(number, None)
-        self._inquiries.pop(number, None)
+        self.inquiries.forget(number)
 
     def hear(self, source: Connection, messages: Sequence[bytes], is_connected: bool) -> None:
         """Handles the messages of a neighbor, and the end of the connection to it."""
@@ -154,7 +132,7 @@ class Ring:
     def _receive(self, message: Message, source: Connection) -> None:
         if message["kind"] in DIRECTED:
             with self.condition:
-                self.inquiry(int(message["number"])).hear(message["kind"], source, message)
+                self.inquiries.hear(message, source)
         else:
             self._spread(message, source)
 
@@ -168,7 +146,7 @@ class Ring:
             for neighbor in tuple(self.neighbors):
                 if neighbor is not source and neighbor.rank != message["from"]:
                     neighbor.send(encoded, about_wait=about_wait)
-        self._handle(message)
+        self._tell_watches(message)
 
     def _is_known(self, message: Message) -> bool:
         """Returns True for a fault after another one: this rank has told both neighbors that one,
@@ -178,7 +156,7 @@ class Ring:
         is_fault = message["kind"] == MessageKind.FAILS
         return is_fault and failing is not None and failing.fault is not None
 
-    def _handle(self, message: Message) -> None:
+    def _tell_watches(self, message: Message) -> None:
         kind, rank, number = message["kind"], message["from"], message.get("number")
         with self.condition:  # `join` makes no model in between
             if number is None and kind == MessageKind.FAILS:
@@ -187,7 +165,7 @@ class Ring:
                 self.left[rank] = faults.fault_from(message)
             for watch in list(self.watches.values()):
                 if number in (None, watch.number):
-                    watch.handle(kind, rank, message)
+                    watch.hear(kind, rank, message)
             self.condition.notify_all()
 
     def leave(self, error: BaseException | None) -> None:
@@ -203,6 +181,51 @@ class Ring:
                 (watch.here.num_steps() for watch in list(self.watches.values())), default=0
             )
             self.say(MessageKind.LEAVES, **faults.left(self.rank, error, num_steps).content())
+
+
+class NullWatch:
+    """The watch of a rank that has no other ranks, or is connected to none."""
+
+    fault: Fault | None = None  # why no collective can succeed
+    here: Activity | None = None  # of this rank, if others may ask for it
+
+    def __init__(self) -> None:
+        self.groups: list[weakref.ref[TorchGroup]] = []  # that this rank may wait for
+
+    def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Context for a wait for other ranks; an error inside it is replaced by its reason if that
+        is known.
+
+        `name` names the wait in reports. Without one, the wait may take any time. Worker threads
+        have none, because a rank reports one wait at a time, the training thread's.
+        """
+        return contextlib.nullcontext()
+
+    def check(self) -> None:
+        """Raises if a rank is gone or has failed."""
+
+    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Counts a collective call of `ranks`, or of all ranks if that is empty."""
+
+    def fail(self, reason: Fault | BaseException) -> None:
+        """Tells all ranks of a fault, or of an error after which this rank cannot continue.
+
+        A fault ends the waits of all ranks at once, and so does an error of this rank alone; raises
+        the reason of the error if it is known. An UndertowError may be one that all ranks are about
+        to raise: it ends the waits for this rank, a little later.
+        """
+
+    def ask(self, text: str, of: Sequence[int] = (), *, most: int = 2) -> list[Alike]:
+        """Tells all ranks a text, and returns the texts of the ranks `of`, by default all, that
+        call this for the same ranks within a second.
+
+        A rank without a text is not among them. Texts may be long, and ranks many: each rank tells
+        a digest, and only the lowest rank of each of the first `most` texts tells all of it.
+        """
+        return []
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leaves the model; with an error, tells the ranks that wait for this one."""
 
 
 class Watch(NullWatch):
@@ -221,8 +244,6 @@ class Watch(NullWatch):
         self.interrupt_at_s = math.inf
         self.left = dict(ring.left)  # ranks that have closed the model, or ended
         self.own_failure: Fault | None = None  # the error with which this rank has left
-        self._before: Answer | None = None  # this rank's last answer to a query
-        self.told = -math.inf, ""  # time and text of the last report
         # By the ranks that are asked: a question of one data axis of a mesh is not another one's.
         self._asks: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self._texts: defaultdict[str, dict[int, str]] = defaultdict(dict)  # of each, by rank
@@ -234,6 +255,11 @@ class Watch(NullWatch):
         fault = self.fault or self.own_failure
         if fault is not None:
             raise self.give_up(fault)
+
+    def makes_call(self, name: str, ranks: tuple[int, ...]) -> None:
+        here = self.here
+        here.num_calls[name, ranks] += 1
+        here.last_calls[ranks] = name
 
     def fail(self, reason: Fault | BaseException) -> None:
         if isinstance(reason, Fault):
@@ -286,7 +312,8 @@ class Watch(NullWatch):
     def say(self, kind: MessageKind, **content: Any) -> None:
         self.ring.say(kind, number=self.number, **content)
 
-    def handle(self, kind: str, rank: int, message: Message) -> None:
+    def hear(self, kind: str, rank: int, message: Message) -> None:
+        """Handles a message about this model, or about all models of the ring."""
         match kind:
             case MessageKind.FAILS if self.fault is None:
                 # The guard's thread interrupts waits over the groups a little later.
@@ -303,13 +330,7 @@ class Watch(NullWatch):
     @property
     def inquiry(self) -> Inquiry:
         """The queries about this model."""
-        return self.ring.inquiry(self.number)
-
-    def answer(self, about: Sequence[Call]) -> tuple[Answer, bool]:
-        """Returns what this rank does, and True if it has been in the same wait since it answered
-        before."""
-        before, self._before = self._before, self.here.answer(self.ring.rank, about)
-        return self._before, self._before.is_like(before)
+        return self.ring.inquiries.of(self.number)
 
     def _wait_for_fault_or(self, arrived: Callable[[], object], patience_s: float) -> None:
         """Waits until a message makes `arrived` true or brings a fault."""
@@ -352,9 +373,7 @@ class Watch(NullWatch):
         # A message that a rank exited normally cannot be overtaken by one that says it did not.
         fault = self.fault or next(iter(self.left.values()), None)
         if fault is None and is_over:
-            told_s, text = self.told
-            waits_for, since_s = self.here.wait
-            fault = faults.timed_out(self.ring.rank, text if waits_for and told_s > since_s else "")
+            fault = faults.timed_out(self.ring.rank, self.inquiry.told_about(self.here.wait))
         if fault is None:
             self.ring.say_failed(error)
         elif self.fault is None:
@@ -376,13 +395,9 @@ class Watch(NullWatch):
         failed = self._failed_peer()
         if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
             self.fail(failed)
-        inquiry = self.inquiry
-        is_news = self.told[0] < inquiry.asked_s and not inquiry.is_about_calls
-        if is_news and inquiry.answers is not None:
-            self.told = now_s, self.report()
-            if self.told[1]:
-                faults.tell(inquiry.share_of(self.told[1], self.left.keys()))
-        self._judge_stall(now_s, waited_s)
+        stall = self.inquiry.stall(waited_s, self.limits, self.left)
+        if stall is not None:
+            self.fail(stall)
 
     def _failed_peer(self) -> Fault | None:
         """Returns the fault of another rank that has left with an error."""
@@ -391,34 +406,16 @@ class Watch(NullWatch):
                 return fault
         return None
 
-    def _judge_stall(self, now_s: float, waited_s: float) -> None:
-        warning_s = self.limits.stall_warning_s
-        is_over = waited_s > self.limits.stall_timeout_s
-        if waited_s < warning_s and not is_over:
-            return
-        inquiry, num_ranks = self.inquiry, self.ring.num_ranks
-        pause_s = 2 * inquiry.limit_s
-        about = inquiry.calls_to_confirm()
-        if now_s > inquiry.asked_s + (pause_s if is_over or about else max(warning_s, pause_s)):
-            inquiry.ask(about)
-        elif inquiry.answers is not None:
-            # if others are late, the wait may be for another rank
-            if self.left and inquiry.answers.late(num_ranks) <= self.left.keys():
-                self.fail(next(iter(self.left.values())))
-            elif is_over or inquiry.answers.are_in_deadlock(num_ranks):
-                self.fail(faults.stalled(self.report()))
-
-    def report(self) -> str:
-        """Returns the waits and activities of all ranks, or an empty text if no rank waits any
-        more."""
-        return self.inquiry.report({rank: fault.what for rank, fault in self.left.items()})
-
     def interrupt(self) -> None:
         """Interrupts every wait over one of the groups."""
         for weak in tuple(self.groups):
             group = weak()
-            if group is not None:
-                group.interrupt()
+            if group is None:
+                continue
+            has_others = group.interrupt()
+            if has_others and self.fault is not None and not self.here.wait[0]:
+                # The user's wait ends with an error that names no rank.
+                faults.tell(self.fault.what)
 
 
 class Waiting:

@@ -344,7 +344,7 @@ def mesh_group(members: ModuleParams, group: GroupRef, config: SyncConfig) -> Ow
         return None
     whole = GroupRef(ranks, group.backend, group.timeout)
     made = OwnGroup(whole, device=members.device, limits=config)
-    made.others = [weakref.ref(other) for other in other_groups(params)]
+    made.torch_group.others = [weakref.ref(other) for other in other_groups(params)]
     return made
 
 

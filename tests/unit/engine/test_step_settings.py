@@ -31,7 +31,7 @@ from undertow.engine.step_settings import (
 from undertow.errors import ReplicaMismatch
 from undertow.outer.facts import first_that_differs
 from undertow.outer.step_settings import StepSettings
-from undertow.ranks.alike import Alike, alike
+from undertow.ranks.answers import Alike, alike
 
 PARAMS = [nn.Parameter(torch.ones(2)) for _ in range(4)]
 NAMES = dict(zip(map(id, PARAMS), ("d", "c", "b", "a"), strict=True))

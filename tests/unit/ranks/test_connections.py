@@ -18,10 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from support.outsiders import outsiders
-from undertow.ranks import connections, patience
-from undertow.ranks import handshake as module
-from undertow.ranks.connections import Connection, host_of, own_address
-from undertow.ranks.handshake import connect_ring
+from undertow.ranks import connections, handshake, patience
+from undertow.ranks.connections import Connection
+from undertow.ranks.handshake import connect_ring, host_of, own_address
 from undertow.ranks.meeting import Meeting
 
 Made = list[tuple[list[Connection], str]]
@@ -29,7 +28,7 @@ Made = list[tuple[list[Connection], str]]
 
 @pytest.fixture(autouse=True)
 def over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "own_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(handshake, "own_address", lambda _: "127.0.0.1")
 
 
 @pytest.fixture
@@ -98,7 +97,7 @@ def test_ranks_connect_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
-    monkeypatch.setattr(module, "own_address", lambda _: "::1")
+    monkeypatch.setattr(handshake, "own_address", lambda _: "::1")
     require_rings(made(3))
 
 
@@ -106,7 +105,7 @@ def test_ranks_connect_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_cannot_be_opened_leaves_all_without_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_listening", Mock(side_effect=OSError("Address already in use")))
+    monkeypatch.setattr(handshake, "_listening", Mock(side_effect=OSError("Address already in use")))
     for neighbors, reason in made(2):
         assert neighbors == []
         assert reason.endswith(" cannot listen for other ranks: Address already in use")
@@ -161,14 +160,14 @@ def test_a_rank_that_nobody_reaches_waits_no_longer_than_that(monkeypatch: pytes
 @contextlib.contextmanager
 def visited(visit: Callable[[tuple[str, int]], object]) -> Iterator[list[object]]:
     """Calls `visit` with the address of each socket that listens, before a rank knows of it."""
-    listen, kept = module._listening, list[object]()
+    listen, kept = handshake._listening, list[object]()
 
     def listening(address: str) -> socket.socket:
         listener = listen(address)
         kept.append(visit(listener.getsockname()))
         return listener
 
-    with patch.object(module, "_listening", listening):
+    with patch.object(handshake, "_listening", listening):
         yield kept
 
 
@@ -211,7 +210,7 @@ def test_outsiders_who_send_a_byte_at_a_time_hold_up_nobody(num_links: int, monk
 @pytest.mark.slow
 def test_outsiders_who_fill_the_queue_of_every_rank_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks that connect before they accept would wait for each other in a circle.
-    monkeypatch.setattr(module, "_BACKLOG", 2)
+    monkeypatch.setattr(handshake, "_BACKLOG", 2)
 
     def visit(at: tuple[str, int]) -> None:
         for _ in range(8):
@@ -273,7 +272,7 @@ ROUTES = {"": "", "node-0": "10.0.0.7", "own-name": "127.0.1.1", "localhost": "1
 def test_the_address_is_the_one_on_the_way_to_the_store(
     host: str, default: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_address_towards", lambda name: ROUTES.get(name, default))
+    monkeypatch.setattr(handshake, "_address_towards", lambda name: ROUTES.get(name, default))
     assert own_address(host) == expected
 
 
@@ -409,5 +408,5 @@ def test_a_machine_that_does_not_answer_is_told_from_a_process_that_ended(
 def test_a_variable_names_the_interface(gloo: str, nccl: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
-    monkeypatch.setattr(connections, "_address_towards", lambda _: "10.0.0.7")
+    monkeypatch.setattr(handshake, "_address_towards", lambda _: "10.0.0.7")
     assert own_address("node-0") == expected

@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from support.pages import snippets
 from support.project import ROOT
-from undertow import PeerFailed, RankLost
+from undertow import PeerFailed, RankLost, SyncConfig
 from undertow.engine.checks import mismatch
 from undertow.engine.nonfinite import Finding
 from undertow.ranks import faults
+from undertow.ranks.activity import Activity, doing_in, frames_of, stack_lines
 from undertow.ranks.answers import Answer, Answers, Call, Ranks, answers_from, stall_text
-from undertow.ranks.faults import Activity
+from undertow.ranks.watch import Ring
 
 
 def table(answers: dict[int, Answer]) -> Answers:
@@ -123,9 +124,10 @@ def answers_after(*programs: Program) -> dict[int, Answer]:
     """The answers of ranks that have made these calls and wait, when all are asked about all."""
     ranks = [Activity(wait=("a call", 1.0)) for _ in programs]
     for rank, (here, program) in enumerate(zip(ranks, programs, strict=True)):
+        watch = Ring([], rank=rank, num_ranks=len(programs)).join(SyncConfig(), here)
         for name, of in program:
             if not of or rank in of:
-                here.makes_call(name, of)
+                watch.makes_call(name, of)
     calls = [call for rank, here in enumerate(ranks) for call in here.answer(rank).calls]
     return {rank: here.answer(rank, calls) for rank, here in enumerate(ranks)}
 
@@ -268,9 +270,7 @@ class Asked(nn.Module, IterableDataset):
         self.optimizer.register_step_pre_hook(lambda *_: self.note("step"))
 
     def note(self, when: str) -> None:
-        self.said[when] = faults.activity(
-            faults.frames_of(threading.get_ident()), {id(module): name for name, module in self.named_modules()}
-        )
+        self.said[when] = doing_in(frames_of(threading.get_ident()), {id(module): name for name, module in self.named_modules()})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(self.layer(x))
@@ -301,7 +301,7 @@ def test_what_a_thread_does_is_told_from_its_stack() -> None:
 
 
 def test_a_stack_has_places_and_no_values() -> None:
-    secret, lines = "swordfish", faults.stack_lines(faults.frames_of(threading.get_ident()))
+    secret, lines = "swordfish", stack_lines(frames_of(threading.get_ident()))
     assert lines[-2].endswith(", in test_a_stack_has_places_and_no_values")
     assert not any(secret in line for line in lines)
     assert len(lines) <= 12
@@ -313,7 +313,7 @@ def test_a_stack_shows_the_script_and_not_the_library_around_it() -> None:
 
     class Waits(nn.Module):
         def forward(self) -> None:
-            told.extend(faults.stack_lines(faults.frames_of(threading.get_ident())[:-2]))
+            told.extend(stack_lines(frames_of(threading.get_ident())[:-2]))
 
     inner = nn.Sequential()
     inner.forward = lambda: Waits()()  # type: ignore[assignment]
@@ -325,7 +325,7 @@ def test_a_stack_shows_the_script_and_not_the_library_around_it() -> None:
 
 
 def test_a_rank_that_has_begun_no_step_is_said_to_be_idle() -> None:
-    idle = [faults.Activity(steps=partial(tuple, (number, False))) for number in (118, 0)]
+    idle = [Activity(steps=partial(tuple, (number, False))) for number in (118, 0)]
     assert [here.answer(1).doing.splitlines()[0].rpartition(", ")[2] for here in idle] == [
         "no training forward since synchronization 118 (if its data has ended: finish())",
         "no training forward yet (if its data has ended: finish())",

@@ -18,11 +18,10 @@ from support.processes import Ended, Rank, run_ranks
 from undertow import SyncConfig
 from undertow.errors import StallTimeout
 from undertow.ranks import faults, handshake
-from undertow.ranks.guard import GUARD, meet
+from undertow.ranks.guard import GUARD
 from undertow.ranks.handshake import connect_ring
-from undertow.ranks.meeting import Meeting
-from undertow.ranks.null_watch import NullWatch
-from undertow.ranks.watch import Ring, Watch
+from undertow.ranks.meeting import Meeting, meet
+from undertow.ranks.watch import NullWatch, Ring, Watch
 from undertow.torch_private import process_groups
 
 WITHIN_S = 5.0  # on a machine that does much else; some hundredths of a second otherwise

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from support.levels import some
 from support.models import noise
-from support.unconnected import Advanced, Network, Unconnected, advance
+from support.unconnected import Advanced, Network, Tallied, Unconnected, advance
 from undertow.plan.layout import equal_parts
 from undertow.ranks.exchange_messages import hops_between
 from undertow.ranks.exchanges import Exchanges
@@ -70,17 +70,6 @@ def test_differences_are_passed_on_too() -> None:
     # Half a unit of a code of each block.
     assert torch.allclose(sums[0] - 1, difference, rtol=0.0, atol=float(difference.abs().max()) / 127)
     assert max(network.num_messages.values()) <= 7
-
-
-class Tallied(Unconnected):
-    """A rank that counts only."""
-
-    def send(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        self.network.num_messages[self.rank] += sum(parts[peer].numel() > 0 for peer in self.peers)
-        return []
-
-    def receive(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        return []
 
 
 @pytest.mark.parametrize("num_ranks", some([1024, 16_384], most=1))

@@ -14,8 +14,8 @@ import pytest
 from support.levels import some
 from undertow import RankLost, SyncConfig
 from undertow.ranks import faults, patience
-from undertow.ranks.alike import Alike
-from undertow.ranks.faults import Activity
+from undertow.ranks.activity import Activity
+from undertow.ranks.answers import Alike
 from undertow.ranks.watch import Ring, Watch
 
 BUCKET = "bucket 0 ('last.bias')"
@@ -97,6 +97,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return move
 
 
+def report_of(watch: Watch) -> str:
+    return watch.inquiry.report(watch.left)
+
+
 def until_over(network: Network, clock: Callable[[float], None]) -> None:
     """The time for answers passes, and a rank that is far from the asker gives up first."""
     for _ in range(21):
@@ -113,8 +117,8 @@ def test_answers_go_up_the_ring_once(num_ranks: int) -> None:
     # The question from both sides, the answer once, and all answers from both sides.
     assert max(network.num_sent.values()) <= 5
     assert network.longest < 4000
-    text = network.watches[0].report()
-    assert all(network.watches[rank].report() == text for rank in (num_ranks // 2, late, num_ranks - 1))
+    text = report_of(network.watches[0])
+    assert all(report_of(network.watches[rank]) == text for rank in (num_ranks // 2, late, num_ranks - 1))
     assert all(watch.inquiry.answers is not None for watch in network.watches)
     waiting = {2: "rank 0", 3: "ranks 0, 2", 5: "ranks 0-2, 4"}.get(num_ranks, f"ranks 0-{late - 1}, {late + 1}")
     verb = "wait" if num_ranks > 2 else "waits"
@@ -132,7 +136,7 @@ def test_ranks_that_ask_at_the_same_time_send_few_messages() -> None:
             watch.inquiry.ask([])
     network.deliver()
     assert max(network.num_sent.values()) <= 40  # a few for each power of two; 2 * 1024 if each went round
-    texts = {network.watches[rank].report() for rank in (0, 17, 400, 1023)}
+    texts = {report_of(network.watches[rank]) for rank in (0, 17, 400, 1023)}
     assert len(texts) == 1
     assert f"ranks 0-16, 18-1023: synchronization 3, wait for {BUCKET}" in texts.pop()
 
@@ -148,9 +152,9 @@ def test_a_stopped_rank_holds_back_no_other_answer(stopped: list[int], clock: Ca
     reached = [0, 1, 7, 8] if stopped == [2, 6] else [rank for rank in range(9) if rank not in stopped]
     late = sorted(set(range(8)) - set(reached))
     assert network.watches[0].inquiry.answers.late(8) == set(late)
-    text = network.watches[0].report()
+    text = report_of(network.watches[0])
     assert "no answer; " in text
-    assert all(network.watches[rank].report() == text for rank in reached if rank < 8)
+    assert all(report_of(network.watches[rank]) == text for rank in reached if rank < 8)
 
 
 def test_an_answer_that_is_late_is_passed_on(clock: Callable[[float], None]) -> None:
@@ -178,7 +182,7 @@ def test_the_next_query_follows_one_that_was_lost(clock: Callable[[float], None]
     network.stopped.clear()
     network.deliver()
     network.look()
-    assert "rank 0: no answer" in network.watches[2].report()
+    assert "rank 0: no answer" in report_of(network.watches[2])
 
 
 def lines_of_a_stall(num_ranks: int, late: Iterable[int], caplog: pytest.LogCaptureFixture) -> int:
@@ -251,8 +255,8 @@ def test_a_rank_without_the_model_passes_a_query_on() -> None:
 def in_different_calls(num_ranks: int) -> Network:
     network = Network(num_ranks)
     for rank, watch in enumerate(network.watches):
-        watch.here.makes_call("bucket 0", ())
-        watch.here.makes_call("the state" if rank == 0 else "bucket 0", ())
+        watch.makes_call("bucket 0", ())
+        watch.makes_call("the state" if rank == 0 else "bucket 0", ())
     return network
 
 
@@ -288,8 +292,8 @@ def test_calls_of_rows_and_columns_are_told_in_few_bytes() -> None:
     network = Network(256)
     for rank, watch in enumerate(network.watches):
         row = tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
-        watch.here.makes_call("bucket 0", row)
-        watch.here.makes_call("bucket 1", tuple(range(rank % 8, 256, 8)))
+        watch.makes_call("bucket 0", row)
+        watch.makes_call("bucket 1", tuple(range(rank % 8, 256, 8)))
     asker = network.watches[0].inquiry
     asker.ask([])
     network.deliver()

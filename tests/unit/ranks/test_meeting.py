@@ -18,10 +18,9 @@ from support.counted_store import CountedStore
 from undertow import SyncConfig
 from undertow.errors import RankLost, StallTimeout
 from undertow.ranks import handshake, meeting
-from undertow.ranks.guard import meet
 from undertow.ranks.handshake import connect_ring
-from undertow.ranks.meeting import meeting_of
-from undertow.ranks.null_watch import NullWatch
+from undertow.ranks.meeting import meet, meeting_of
+from undertow.ranks.watch import NullWatch
 from undertow.torch_private import process_groups
 
 

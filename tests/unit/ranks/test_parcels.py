@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from support.levels import some
 from support.models import noise
-from support.unconnected import Advanced, Network, Unconnected, advance
+from support.unconnected import Advanced, Network, Tallied, Unconnected, advance
 from undertow.plan.facts import trailer_at
 from undertow.plan.layout import equal_parts, round_up
 from undertow.ranks import posted_messages
@@ -215,19 +214,6 @@ def test_a_sum_is_the_same_on_every_rank(num_ranks: int, numel: int, tag: int) -
 def trailer_numel(num_ranks: int) -> int:
     trailer = trailer_at(0, num_slots=12, num_buckets=20, num_ranks=num_ranks)
     return trailer.stop
-
-
-class Tallied(Unconnected):
-    """A rank that counts only."""
-
-    def send(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        sizes = [parts[peer].numel() * parts[peer].itemsize for peer in self.peers]
-        self.network.num_bytes[self.rank] += sum(sizes)
-        self.network.num_messages[self.rank] += sum(map(bool, sizes))
-        return []
-
-    def receive(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        return []
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def test_a_rank_that_has_left_without_an_error_may_still_evaluate(alone: Watch) 
 
 def test_the_end_of_a_rank_is_known_to_models_that_are_made_later() -> None:
     ring = Ring([], rank=1, num_ranks=2)
-    ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
-    ring._handle({"kind": "fails", "from": 0, **faults.lost(0).content()})
+    ring._tell_watches({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
+    ring._tell_watches({"kind": "fails", "from": 0, **faults.lost(0).content()})
     watch = ring.join(SyncConfig())
     assert (watch.fault, watch.left) == (faults.lost(0), {0: faults.left(0, None, 7)})
 
@@ -163,13 +163,13 @@ def test_a_time_that_is_over_is_told_from_a_lost_connection(text: str, alone: Wa
     ids=["this wait", "no wait"],
 )
 def test_the_last_report_is_told_with_the_wait_that_it_is_about(waits_for: str, since_s: float, told: str, alone: Watch) -> None:
-    alone.told = 100.0, "rank 1 has waited 30 s."
+    alone.inquiry._told = 100.0, "rank 1 has waited 30 s."
     alone.here.wait = waits_for, since_s
     assert alone.reason_of(RuntimeError("Operation timed out!")).told == told
 
 
 def test_a_rank_whose_process_has_ended_is_the_reason(alone: Watch) -> None:
-    alone.ring._handle({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
+    alone.ring._tell_watches({"kind": "leaves", "from": 0, **faults.left(0, None, 7).content()})
     fault: Any = alone.reason_of(RuntimeError("Connection closed by peer"))
     left = "rank 0 has left: it has finished after 7 synchronizations, and others wait for it."
     assert (fault.kind, fault.what) == (RankLost, left)

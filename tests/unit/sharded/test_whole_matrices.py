@@ -11,7 +11,7 @@ from torch import Tensor
 from support.levels import some
 from support.models import noise
 from support.sharded import chain
-from support.unconnected import Advanced, Network, advance
+from support.unconnected import ENDED, Advanced, Network, advance
 from undertow.plan import Bucket, ParamSpec, plan_from_groups
 from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.parcels import Encoded
@@ -27,9 +27,9 @@ class Measured(Advanced):
 
     num_received = 0
 
-    def receive(self, parts: Sequence[Tensor], tag: int, over: object) -> list[Any]:
-        self.num_received += sum(parts[peer].nbytes for peer in self.peers)
-        return super().receive(parts, tag, over)
+    def receive(self, message: Tensor, peer: int, tag: int, over: object) -> Any:
+        self.num_received += message.nbytes
+        return super().receive(message, peer, tag, over)
 
 
 class OfOneRank(ShardExchanges):
@@ -150,13 +150,13 @@ def test_formats_cross_in_equal_pieces_too(num_ranks: int, num_matrices: int) ->
 class Counted(Measured):
     """A rank that counts what it sends and receives only."""
 
-    def send(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        self.network.num_bytes[self.rank] += sum(parts[peer].nbytes for peer in self.peers)
-        return []
+    def send(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        self.network.num_bytes[self.rank] += message.nbytes
+        return ENDED
 
-    def receive(self, parts: Sequence[Tensor], tag: int, _over: object) -> list[Any]:
-        self.num_received += sum(parts[peer].nbytes for peer in self.peers)
-        return []
+    def receive(self, message: Tensor, peer: int, tag: int, _over: object) -> Any:
+        self.num_received += message.nbytes
+        return ENDED
 
 
 @pytest.mark.parametrize("num_ranks", some([1024, 16_384], most=1))
