@@ -95,13 +95,13 @@ REMOVALS = (
     ),
     # Events
     Removal(
-        "buckets/trailer.py",
+        "buckets/facts.py",
         f"        reduced = {TOLD}\n        usual = {USUAL}\n"
         "        return Snapshot(self, reduced, usual, copied=device.record())",
         f"        copied = device.record()\n        reduced, usual = {TOLD}, {USUAL}\n"
         "        return Snapshot(self, reduced, usual, copied=copied)",
     ),
-    Removal("buckets/trailer.py", "return self.copied.query()", "return True"),
+    Removal("buckets/facts.py", "return self.copied.query()", "return True"),
     Removal("buckets/recorder.py", "        stop.synchronize()\n", ""),
     # The device layer itself
     Removal(DEVICE, "torch.accelerator.current_stream(stream.device).wait_stream(stream)", "pass"),

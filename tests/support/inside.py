@@ -27,10 +27,9 @@ import undertow.lab.demo.rank
 import undertow.sync.group_sync
 from undertow import GradientSync, ShardedOptimizer, SyncConfig
 from undertow import device as device_layer  # noqa: F401  # for tests
-from undertow.buckets.bucket import Shared
-from undertow.buckets.bucket_layout import BucketLayout
+from undertow.buckets.bucket import BucketLayout, Shared
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
-from undertow.buckets.reducer import Reducer
+from undertow.buckets.transfer import Reducer
 from undertow.checkpoint import files as checkpoint_files
 from undertow.checkpoint import ranks as checkpoint_ranks
 from undertow.checkpoint import replicated as checkpoint_replicated

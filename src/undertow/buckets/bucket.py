@@ -1,7 +1,8 @@
 """The buckets of a plan in training: gradients, trailer and transfer of each.
 
 A bucket is memory, and the `.grad` of its parameters (`gradients`). A transfer is how it travels.
-Both are chosen when the bucket is made, and do not know of each other's variants.
+Both are chosen when the bucket is made, by a `BucketLayout`, and do not know of each other's
+variants.
 
 Reasons: docs/design/buckets.md.
 """
@@ -16,18 +17,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from undertow.buckets.facts import TrailerCodec
 from undertow.buckets.finite import bad_slots
-from undertow.buckets.gradients import BucketGradients
+from undertow.buckets.gradients import BucketGradients, WholeGradients
 from undertow.buckets.memory import BucketMemory
 from undertow.buckets.recorder import BucketMarks, Recorder
-from undertow.buckets.reducer import Reducer
-from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import BucketTransfer
+from undertow.buckets.sparse import SparseGradients
+from undertow.buckets.transfer import BucketTransfer, Reducer, transfer_of
 from undertow.errors import listed
 from undertow.plan import Bucket, Plan
 from undertow.ranks.dither import Turn
+from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.handle import Handle
-from undertow.schedule import OpKind
+from undertow.ranks.transport import OwnGroup
+from undertow.schedule import DDP, OpKind, Strategy
 from undertow.torch_private import private
 
 
@@ -219,6 +222,50 @@ class LiveBucket:
                     hardware.keep(part)
             elif grad is not None:
                 hardware.keep(grad)
+
+
+class BucketLayout:
+    """The layout of a plan whose parameters and reduced gradients lie whole on every rank of
+    `group`, the ranks that reductions wait for.
+
+    `Sharding` is the layout of shards.
+    """
+
+    strategy: Strategy = DDP
+    # that reduce or gather its shards
+    exchanges: tuple[Exchanges, ...] = ()
+
+    def __init__(self, group: OwnGroup) -> None:
+        self.group = group
+
+    @property
+    def holds_shards(self) -> bool:
+        """True if ranks have shards of a gradient that was not set to zero."""
+        return False
+
+    def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
+        """Returns the buckets of the plan, in its order."""
+        return [_whole_bucket(spec, shared) for spec in shared.plan.buckets]
+
+    def wait_for_parameters(self) -> None:
+        """Waits until all parameters that an optimizer has updated have arrived."""
+
+    def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
+        """Called before gradients move to another plan.
+
+        Raises PhaseError if ranks have shards of one of them.
+        """
+
+
+def _whole_bucket(spec: Bucket, shared: Shared) -> LiveBucket:
+    params = shared.params_of(spec)
+    gradients: BucketGradients
+    if spec.is_sparse:
+        gradients = SparseGradients(params, BucketMemory(spec, ()))
+    else:
+        gradients = WholeGradients(params, BucketMemory(spec, params))
+    transfer = transfer_of(spec, shared.plan, gradients, params, shared.reducer)
+    return LiveBucket(spec, shared, gradients, transfer)
 
 
 @contextlib.contextmanager

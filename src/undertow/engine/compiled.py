@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import LiveBucket, Shared
-from undertow.buckets.bucket_layout import BucketLayout
+from undertow.buckets.bucket import BucketLayout, LiveBucket, Shared
+from undertow.buckets.facts import Reading, Snapshot
 from undertow.buckets.recorder import Recorder
-from undertow.buckets.reducer import Reducer
-from undertow.buckets.trailer import Reading, Snapshot
+from undertow.buckets.transfer import Reducer
 from undertow.engine.measuring import Present
 from undertow.engine.params import described_at_all_places
 from undertow.engine.step_settings import Settings

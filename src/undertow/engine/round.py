@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import LiveBucket
-from undertow.buckets.facts import Facts
-from undertow.buckets.trailer import Reading
+from undertow.buckets.facts import Facts, Reading
 from undertow.device import Accelerator
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks

@@ -8,9 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from undertow.buckets.reducer import Reducer
-from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import BucketTransfer
+from undertow.buckets.facts import TrailerCodec
+from undertow.buckets.transfer import BucketTransfer, Reducer
 from undertow.plan import Bucket, Plan
 from undertow.ranks.dither import Turn
 from undertow.ranks.handle import Handle

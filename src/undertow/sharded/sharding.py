@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import LiveBucket, Shared
-from undertow.buckets.bucket_layout import BucketLayout
+from undertow.buckets.bucket import BucketLayout, LiveBucket, Shared
 from undertow.buckets.memory import BucketMemory, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import refused

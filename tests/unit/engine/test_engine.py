@@ -28,9 +28,8 @@ from undertow import (
     ShardedOptimizer,
     UndertowError,
 )
-from undertow.buckets.bucket import Shared
-from undertow.buckets.bucket_layout import BucketLayout
-from undertow.buckets.trailer import Reading
+from undertow.buckets.bucket import BucketLayout, Shared
+from undertow.buckets.facts import Reading
 from undertow.engine.rounds import Rounds
 from undertow.engine.step_settings import GroupSettings
 from undertow.errors import Desync, ReplicaMismatch
