@@ -126,7 +126,7 @@ REMOVALS = (
     Removal(COLLECTIVES, "held=[flat], flat=flat", "flat=flat"),
     Removal(COLLECTIVES, "        gathering.held.append(sent)\n", ""),
     Removal(COLLECTIVES, "            self.group.hardware.keep(tensor)", "            pass"),
-    Removal("buckets/bucket.py", "        self._shared.reducer.group.hardware.keep(memory.flat)", "        pass"),
+    Removal("buckets/gradients.py", "        device_of(self._place).keep(self.flat)", "        pass"),
     Removal("engine/round.py", "            bucket.keep_gradients()", "            pass"),
     Removal("buckets/bucket.py", "        self._keep(late.values())\n", ""),
     Removal("sharded/sharding.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),

@@ -226,7 +226,8 @@ def turn_of_experts(model: Model) -> Turn:
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:
-    return assembly_of(model).buckets[bucket].memory.flat
+    gradients: Any = assembly_of(model).buckets[bucket].gradients  # whole on every rank
+    return gradients.flat
 
 
 def sharding_of(model: Model) -> Sharding | None:

@@ -17,10 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from undertow.buckets.facts import TrailerCodec
 from undertow.buckets.finite import bad_slots
-from undertow.buckets.gradients import BucketGradients, WholeGradients
-from undertow.buckets.memory import BucketMemory
+from undertow.buckets.gradients import BucketGradients, FlatGradients
 from undertow.buckets.recorder import BucketMarks, Recorder
 from undertow.buckets.sparse import SparseGradients
 from undertow.buckets.transfer import BucketTransfer, Reducer, transfer_of
@@ -62,14 +60,9 @@ class LiveBucket:
     ) -> None:
         self.spec = spec
         self.gradients = gradients
-        self.params = shared.params_of(spec)
+        self.trailer = transfer.trailer
         self.kind: OpKind = transfer.kind  # of `start`
         self._transfer = transfer
-        group = shared.reducer.group
-        divisor = 1 if transfer.sums_trailer else group.num_ranks
-        self.trailer = TrailerCodec(
-            spec, gradients.memory, divisor=divisor, rank=group.rank, names=group.names
-        )
         self._shared = shared
         self._handles: Sequence[Handle] = ()  # of the reduction under way
         self._marks = BucketMarks(0, transfer.kind, ready=None)  # of the last reduction
@@ -84,10 +77,6 @@ class LiveBucket:
         names = [repr(params[index].name) for index in dict.fromkeys(self.spec.params)]
         return f"bucket {self.spec.index} ({listed(names) or 'flags only'})"
 
-    @property
-    def memory(self) -> BucketMemory:
-        return self.gradients.memory
-
     def mark_ready(self) -> None:
         """Called when the bucket is full, before it is packed."""
         num_bytes = self._transfer.wire_bytes
@@ -99,7 +88,7 @@ class LiveBucket:
         """Sends the packed values and the trailer; `turn` is of this synchronization."""
         recorder = self._shared.recorder
         self._marks.launched = recorder.mark()
-        self._handles = self._transfer.start(self.trailer, turn)
+        self._handles = self._transfer.start(turn)
         # At the end of the backward of one model, a single bucket is waited for at once: the end of
         # its collective needs no mark.
         is_alone = len(self._shared.plan.buckets) == 1 and len(recorder.in_backward) <= 1
@@ -136,7 +125,7 @@ class LiveBucket:
         Not if a gradient can be differentiated again (`create_graph=True`), which a copy could not.
         """
         self._is_packed = not any(
-            param.grad is not None and param.grad.requires_grad for param in self.params
+            param.grad is not None and param.grad.requires_grad for param in self.gradients.params
         )
         if self._is_packed:
             self.gradients.pack(())
@@ -153,7 +142,7 @@ class LiveBucket:
         Returns them by position.
         """
         late: dict[int, Tensor] = {}
-        for position, param in enumerate(self.params):
+        for position, param in enumerate(self.gradients.params):
             if param.grad is not None:
                 late[position], param.grad = param.grad, None
         return late
@@ -206,13 +195,6 @@ class LiveBucket:
         bad = bad_slots(values, self.spec, largest, is_host=finite.is_host)
         return frozenset() if bad is None else frozenset(bad.nonzero().flatten().tolist())
 
-    def release(self) -> None:
-        """Frees the memory, except the parts that other code holds. The bucket is not used any
-        more."""
-        memory = self.memory
-        self._shared.reducer.group.hardware.keep(memory.flat)  # another stream may have made it
-        memory.release()
-
     def _keep(self, grads: Iterable[Tensor | None]) -> None:
         """Keeps gradients for the current stream."""
         hardware = self._shared.reducer.group.hardware
@@ -259,12 +241,9 @@ class BucketLayout:
 
 def _whole_bucket(spec: Bucket, shared: Shared) -> LiveBucket:
     params = shared.params_of(spec)
-    gradients: BucketGradients
-    if spec.is_sparse:
-        gradients = SparseGradients(params, BucketMemory(spec, ()))
-    else:
-        gradients = WholeGradients(params, BucketMemory(spec, params))
-    transfer = transfer_of(spec, shared.plan, gradients, params, shared.reducer)
+    gradients: FlatGradients | SparseGradients
+    gradients = SparseGradients(spec, params) if spec.is_sparse else FlatGradients(spec, params)
+    transfer = transfer_of(spec, shared.plan, gradients, shared.reducer)
     return LiveBucket(spec, shared, gradients, transfer)
 
 

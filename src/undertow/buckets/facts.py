@@ -28,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from undertow.buckets.memory import WIDER_IN_NUMPY, BucketMemory
+from undertow.buckets.gradients import WIDER_IN_NUMPY, FlatGradients
+from undertow.buckets.sparse import SparseGradients
 from undertow.device import Accelerator, device_of
 from undertow.plan import Bucket
 from undertow.plan.facts import (
@@ -172,7 +173,13 @@ class TrailerCodec:
     """
 
     def __init__(
-        self, spec: Bucket, memory: BucketMemory, *, divisor: float, rank: int, names: Sequence[int]
+        self,
+        spec: Bucket,
+        memory: FlatGradients | SparseGradients,
+        *,
+        divisor: float,
+        rank: int,
+        names: Sequence[int],
     ) -> None:
         trailer, start = spec.trailer, spec.trailer.start
         num_slots, num_flags = len(trailer.used), trailer.numbers.start - start
@@ -215,7 +222,9 @@ class TrailerCodec:
         signature ^= step % 2**STEP_BITS * (1 + 2**SIGNATURE_BITS)
         values[self._signature] = _bits_of(signature, 2 * SIGNATURE_BITS)
         if facts is not None:
-            numbers = {name: min(number, _LARGEST_NUMBER) for name, number in facts.numbers.items()}
+            numbers: dict[str, float] = {}
+            for name, number in facts.numbers.items():
+                numbers[name] = min(number, _LARGEST_NUMBER)
             self._facts.write_numbers(values, numbers)
             if facts.digests != self._digests:
                 self._digests = facts.digests

@@ -243,4 +243,4 @@ class CompiledPlan:
         """
         made = self.__dict__.get("buckets", ())  # empty if there was no memory for them
         for bucket in made:
-            bucket.release()
+            bucket.gradients.release()

@@ -268,7 +268,7 @@ class Round:
         streams = self.hooks.arrivals.buckets[bucket.spec.index].streams
         device = self.compiled.group.hardware
         assert isinstance(device, Accelerator)
-        streams.discard(device.stream_of(bucket.memory.flat))
+        streams.discard(device.stream_of(bucket.gradients.params[0]))
         device.wait_for(streams)
         if streams:
             bucket.keep_gradients()

@@ -6,9 +6,6 @@ Reasons: docs/design/sharded-optimizer.md.
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import Tensor
-
-from undertow.buckets.facts import TrailerCodec
 from undertow.buckets.transfer import BucketTransfer, Reducer
 from undertow.plan import Bucket, Plan
 from undertow.ranks.dither import Turn
@@ -37,49 +34,50 @@ class ReduceScatter(BucketTransfer):
         self._parcels = inside, across = exchanges.parcels_of(spec)
         self._across = across  # with the offsets of the synchronization under way
         super().__init__(
+            spec,
+            reducer,
+            gradients.whole,
             wire_bytes=exchanges.wire_bytes(spec, inside, across),
             encoded=[parcel for parcel in self._parcels if isinstance(parcel, Encoded)],
         )
         self._passed_on = exchanges.passed_on(spec)
-        self._spec, self._plan, self._gradients = spec, plan, gradients
-        self._reducer, self._exchanges = reducer, exchanges
+        self._plan, self._gradients, self._exchanges = plan, gradients, exchanges
 
-    def start(self, trailer: TrailerCodec, turn: Turn) -> Sequence[Handle]:
-        gradients, reducer, spec = self._gradients, self._reducer, self._spec
-        memory, copies = gradients.memory, gradients.copies
+    def start(self, turn: Turn) -> Sequence[Handle]:
+        gradients, lost = self._gradients, self.reducer.lost
+        whole, copies = gradients.whole, gradients.copies
         # Both now: the reduce-scatter waits for the offsets, and so does what follows it.
-        inside, across = self._exchanges.dithered(self._parcels, turn, device=memory.flat.device)
+        inside, across = self._exchanges.dithered(self._parcels, turn, device=whole.flat.device)
         self._across = across
         # If only rows exchange in a format, values count as if they did within rows.
         encoded = inside if isinstance(inside, Encoded) else across
 
         def fill() -> None:
             """Completes the bucket, over gloo in the thread that sends."""
-            memory.copy_in(copies)
+            whole.copy_in(copies)
             in_format = encoded if isinstance(encoded, Encoded) else None
-            reducer.mark_nonfinite((memory.gradients,), spec, trailer, in_format)
-            if in_format is not None and reducer.lost.is_counting:
-                reducer.lost.count(memory.flat, spec, self._plan, in_format)
+            self.mark_nonfinite(whole.values(), in_format)
+            if in_format is not None and lost.is_counting:
+                lost.count(whole.flat, self.spec, self._plan, in_format)
 
         handle = self._exchanges.inside.reduce_scatter(
-            memory.flat,
+            whole.flat,
             gradients.room(),
             inside,
-            trailer=memory.trailer,
+            trailer=whole.trailer,
             parts=self._passed_on,
             fill=fill,
         )
         return (handle,)
 
     def start_across(self, inside: Sequence[Handle], turn: Turn) -> Sequence[Handle]:
-        gradients, exchanges = self._gradients, self._exchanges.across
-        memory, across = gradients.memory, self._across
+        gradients, across = self._gradients, self._across
+        exchanges = self._exchanges.across
         # the schedule of a strategy with two axes
         assert exchanges is not None
         assert across is not None
         (before,) = inside
         (reduced,) = gradients.values()
-        return (exchanges.all_reduce_behind(before, reduced, across, trailer=memory.trailer),)
-
-    def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
-        return self._reducer.reduce_each(values)
+        return (
+            exchanges.all_reduce_behind(before, reduced, across, trailer=gradients.whole.trailer),
+        )

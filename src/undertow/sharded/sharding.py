@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import BucketLayout, LiveBucket, Shared
-from undertow.buckets.memory import BucketMemory, strides_of_gradient
+from undertow.buckets.gradients import FlatGradients, strides_of_gradient
 from undertow.buckets.recorder import Recorder
 from undertow.config import refused
 from undertow.errors import ConfigError, PhaseError, require
@@ -90,10 +90,9 @@ class Sharding(BucketLayout):
         return [bucket for bucket, _ in buckets]
 
     def _sharded_bucket(self, spec: Bucket, shared: Shared) -> tuple[LiveBucket, ShardedGradients]:
-        params = shared.params_of(spec)
-        memory = BucketMemory(spec, params)
-        shard = memory.flat.new_zeros(  # [shard_numel] of the wide dtype
-            self.shard_exchanges.shard_numel(spec), dtype=accumulation_dtype(memory.flat.dtype)
+        whole = FlatGradients(spec, shared.params_of(spec))
+        shard = whole.flat.new_zeros(  # [shard_numel] of the wide dtype
+            self.shard_exchanges.shard_numel(spec), dtype=accumulation_dtype(whole.flat.dtype)
         )
         parts: list[tuple[GradientPlaceholder, ShardPart]] = []
         for index, part in zip(spec.params, self.flats[spec.index].parts, strict=True):
@@ -105,7 +104,7 @@ class Sharding(BucketLayout):
             )
             self._placeholders[index] = placeholder
             parts.append((placeholder, part))
-        gradients = ShardedGradients(params, memory, shard, parts)
+        gradients = ShardedGradients(whole, shard, parts)
         transfer = ReduceScatter(spec, self.plan, gradients, shared.reducer, self.shard_exchanges)
         return LiveBucket(spec, shared, gradients, transfer), gradients
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from support.strategies import spec
 from undertow.buckets.facts import FactCodec, Facts, Reading, TrailerCodec, differing, majority
-from undertow.buckets.memory import BucketMemory
+from undertow.buckets.gradients import FlatGradients
 from undertow.plan import plan_from_groups, signature_of
 from undertow.plan.facts import FACTS, FactKind
 
@@ -58,12 +58,12 @@ def reduced(facts: Sequence[Facts], *, dtype: torch.dtype = torch.float32, divid
     layout = plan.buckets[0]
     codecs = []
     for rank, own in enumerate(facts):
-        storage = BucketMemory(layout, [torch.zeros(6, dtype=dtype, device="cpu")])
+        memory = FlatGradients(layout, [torch.zeros(6, dtype=dtype, device="cpu")])
         divisor = num_ranks if divides else 1
-        codec = TrailerCodec(layout, storage, divisor=divisor, rank=rank, names=range(10, 10 + num_ranks))
+        codec = TrailerCodec(layout, memory, divisor=divisor, rank=rank, names=range(10, 10 + num_ranks))
         codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=own)
         # as `OwnGroup` sends them
-        codecs.append((codec, torch.view_as_real(storage.flat) if dtype.is_complex else storage.flat))
+        codecs.append((codec, torch.view_as_real(memory.flat) if dtype.is_complex else memory.flat))
     total = torch.stack([flat for _, flat in codecs]).sum(dim=0)
     codecs[0][1].copy_(total / num_ranks if divides else total)
     return codecs[0][0].read(), codecs[0][0]
@@ -92,12 +92,12 @@ def test_usual_trailers_say_nothing_and_are_not_parsed(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_parameter_without_a_gradient_is_unused_until_it_has_one_again(dtype: torch.dtype) -> None:
     plan = plan_from_groups([spec("weight", 6, dtype=str(dtype).removeprefix("torch."))] * 3, ((0, 1, 2),), num_ranks=2)
-    storage = BucketMemory(plan.buckets[0], [torch.zeros(6, dtype=dtype)] * 3)
-    codec = TrailerCodec(plan.buckets[0], storage, divisor=2, rank=0, names=range(2))
+    memory = FlatGradients(plan.buckets[0], [torch.zeros(6, dtype=dtype)] * 3)
+    codec = TrailerCodec(plan.buckets[0], memory, divisor=2, rank=0, names=range(2))
     used = []
     for unused in ([], [1], [0, 2], []):
         codec.write(unused=unused, signature=signature_of(generation=1, mode=0), step=3, facts=Facts())
-        used.append(storage.trailer[:3].tolist())
+        used.append(memory.trailer[:3].tolist())
     assert used == [[1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 1, 1]]
 
 
@@ -138,12 +138,12 @@ def test_a_new_fact_is_one_line(kind: FactKind, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_digest_that_is_left_out_accepts_the_others_again() -> None:
     plan = plan_from_groups([spec("weight", 6)], ((0,),), num_ranks=2)
-    storage = BucketMemory(plan.buckets[0], [torch.zeros(6)])
-    codec = TrailerCodec(plan.buckets[0], storage, divisor=2, rank=0, names=range(2))
+    memory = FlatGradients(plan.buckets[0], [torch.zeros(6)])
+    codec = TrailerCodec(plan.buckets[0], memory, divisor=2, rank=0, names=range(2))
     written = []
     for facts in (Facts(), Facts(digests={"settings": 5}), Facts()):
         codec.write(unused=(), signature=signature_of(generation=1, mode=0), step=3, facts=facts)
-        written.append(storage.trailer.clone())
+        written.append(memory.trailer.clone())
     assert torch.equal(written[0], written[2])
     assert not torch.equal(written[0], written[1])
 
