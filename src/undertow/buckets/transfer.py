@@ -5,7 +5,7 @@ EncodedExchange   in a format: ranks exchange parts; the trailer stays in full w
 HookedReduction   by the user's communication hook; a small all-reduce has the trailer
 SparseReduction   one all-reduce for each sparse gradient, and a small one for the trailer
 
-`sharded/reduce_scatter.py` has the transfer of shards. All of them reduce single tensors by the
+`sharded/gradients.py` has the transfer of shards. All of them reduce single tensors by the
 `Reducer` of their plan.
 
 Reasons: docs/design/exchanges.md.
@@ -89,7 +89,7 @@ class BucketTransfer(ABC):
         """Starts to reduce values that lie outside of the bucket, in place and in full width."""
         return self.reducer.reduce_each(values)
 
-    def mark_nonfinite(self, values: Sequence[Tensor], parcel: Encoded | None = None) -> None:
+    def _mark_nonfinite(self, values: Sequence[Tensor], parcel: Encoded | None = None) -> None:
         """Marks values to be sent in the trailer that are not finite, or would not be in the format
         of `parcel`, unless nonfinite="ignore"."""
         finite = self.reducer.finite
@@ -124,7 +124,7 @@ class AllReduce(BucketTransfer):
 
     def start(self, turn: Turn) -> Sequence[Handle]:
         if self.reducer.finite is not None:
-            self.mark_nonfinite(self._gradients.values())
+            self._mark_nonfinite(self._gradients.values())
         return (self.reducer.reduce(self._gradients.flat),)
 
 
@@ -143,7 +143,7 @@ class EncodedExchange(BucketTransfer):
     def start(self, turn: Turn) -> Sequence[Handle]:
         reducer, gradients = self.reducer, self._gradients
         if reducer.finite is not None:
-            self.mark_nonfinite(gradients.values(), self._parcel)
+            self._mark_nonfinite(gradients.values(), self._parcel)
         flat = gradients.flat
         parcel = self._parcel.dithered(
             turn, Rounding.OWN, rank=reducer.group.rank, device=flat.device
@@ -172,7 +172,7 @@ class HookedReduction(BucketTransfer):
 
     def start(self, turn: Turn) -> Sequence[Handle]:
         values = self._gradients.values()
-        self.mark_nonfinite(values)
+        self._mark_nonfinite(values)
         return (*self._call_hook(values), self.reducer.reduce(self._gradients.trailer))
 
     def start_late(self, values: Sequence[Tensor]) -> Sequence[Handle]:
@@ -197,7 +197,7 @@ class SparseReduction(BucketTransfer):
 
     def start(self, turn: Turn) -> Sequence[Handle]:
         values = self._gradients.values()
-        self.mark_nonfinite(values)
+        self._mark_nonfinite(values)
         return self.reducer.reduce_each([*values, self._gradients.trailer])
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import BucketLayout, LiveBucket, Shared
+from undertow.buckets.bucket import BucketLayout, LiveBucket
 from undertow.buckets.facts import Reading, Snapshot
 from undertow.buckets.recorder import Recorder
 from undertow.buckets.transfer import Reducer
@@ -85,8 +85,7 @@ class CompiledPlan:
     @cached_property
     def buckets(self) -> Sequence[LiveBucket]:
         """Constructed at the first access: a group of one rank never needs them."""
-        shared = Shared(self.plan, self.params, self.reducer, self.recorder)
-        return self.layout.live_buckets(shared)
+        return self.layout.live_buckets(self.plan, self.params, self.reducer, self.recorder)
 
     @cached_property
     def group(self) -> OwnGroup:

@@ -1,5 +1,5 @@
-"""The `.grad` of a bucket's parameters under a sharded optimizer: placeholders over this rank's
-shard.
+"""The gradients of a bucket under a sharded optimizer: placeholders over this rank's shard in
+`.grad`, and a reduce-scatter to the ranks that own the shards.
 
 .grad   None ── autograd ──> gradient ── pack ──> None ── reduce-scatter ──> placeholder (part)
 
@@ -11,13 +11,21 @@ Reasons: docs/design/sharded-optimizer.md.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from undertow.buckets.gradients import Copy, FlatGradients, has_values
+from undertow.buckets.transfer import BucketTransfer, Reducer
+from undertow.plan import Bucket, Plan
+from undertow.ranks.dither import Turn
+from undertow.ranks.handle import Handle
+from undertow.ranks.parcels import Encoded
+from undertow.schedule import OpKind
 from undertow.sharded.params import ShardPart
 from undertow.sharded.placeholder import GradientPlaceholder
+from undertow.sharded.shard_exchanges import ShardExchanges
 
 _grad_of = attrgetter("grad")
 
@@ -35,7 +43,7 @@ class ShardedGradients:
         shard: Tensor,
         parts: Sequence[tuple[GradientPlaceholder, ShardPart]],
     ) -> None:
-        self.params, self.whole, self.shard = whole.params, whole, shard
+        self.params, self.whole, self._shard = whole.params, whole, shard
         self.earlier: Collection[int] = ()
         # Copies of packed gradients into the bucket. `ReduceScatter.start` makes them, over gloo in
         # the thread that sends, so that backward continues.
@@ -43,7 +51,7 @@ class ShardedGradients:
         self._parts = parts
         self._before: dict[int, GradientPlaceholder] = {}  # by position, the former `.grad`
         self._keeps_shard = False  # its values must stay until `bind`
-        self._reduced = self.shard
+        self._reduced = self._shard
 
     def arrived(self) -> Iterable[Tensor | None]:
         for grad in map(_grad_of, self.params):
@@ -66,7 +74,7 @@ class ShardedGradients:
 
     def room(self) -> Tensor:
         """Returns memory for the reduced values: the shard, unless its present values must stay."""
-        self._reduced = torch.empty_like(self.shard) if self._keeps_shard else self.shard
+        self._reduced = torch.empty_like(self._shard) if self._keeps_shard else self._shard
         return self._reduced
 
     def values(self) -> Sequence[Tensor]:
@@ -74,14 +82,14 @@ class ShardedGradients:
 
     def bind(self, used_elsewhere: Collection[int]) -> None:
         """Moves the reduced values to their final place, and puts placeholders into `.grad`."""
-        reduced, self._reduced = self._reduced, self.shard
+        reduced, self._reduced = self._reduced, self._shard
         unused, self.whole.kept = self.whole.kept, {}
         for position, (placeholder, part) in enumerate(self._parts):
             if position in unused and position not in used_elsewhere:
                 self.params[position].grad = self._before.get(position, unused[position])
                 continue
-            if reduced is not self.shard:
-                own = part.of_shard(self.shard)
+            if reduced is not self._shard:
+                own = part.of_shard(self._shard)
                 write = own.add_ if position in self.earlier else own.copy_
                 write(part.of_shard(reduced))
             placeholder.bind_to(self.params[position])
@@ -115,7 +123,7 @@ class ShardedGradients:
 
     def add_late(self, values: Sequence[Tensor]) -> None:
         for param, (placeholder, part) in zip(self.params, self._parts, strict=True):
-            own = part.of_shard(self.shard)
+            own = part.of_shard(self._shard)
             if not isinstance(param.grad, GradientPlaceholder):
                 placeholder.bind_to(param)
                 own.zero_()
@@ -123,6 +131,73 @@ class ShardedGradients:
 
     def release(self) -> None:
         self.whole.release()
+
+
+class ReduceScatter(BucketTransfer):
+    """A reduce-scatter over the ranks that have the shards, and on a mesh an all-reduce of the
+    shard across rows."""
+
+    kind: ClassVar = OpKind.REDUCE_SCATTER
+    sums_trailer = True
+
+    def __init__(
+        self,
+        spec: Bucket,
+        plan: Plan,
+        gradients: ShardedGradients,
+        reducer: Reducer,
+        exchanges: ShardExchanges,
+    ) -> None:
+        self._parcels = inside, across = exchanges.parcels_of(spec)
+        self._across = across  # with the offsets of the synchronization under way
+        super().__init__(
+            spec,
+            reducer,
+            gradients.whole,
+            wire_bytes=exchanges.wire_bytes(spec, inside, across),
+            encoded=[parcel for parcel in self._parcels if isinstance(parcel, Encoded)],
+        )
+        self._passed_on = exchanges.passed_on(spec)
+        self._plan, self._gradients, self._exchanges = plan, gradients, exchanges
+
+    def start(self, turn: Turn) -> Sequence[Handle]:
+        gradients, lost = self._gradients, self.reducer.lost
+        whole, copies = gradients.whole, gradients.copies
+        # Both now: the reduce-scatter waits for the offsets, and so does what follows it.
+        inside, across = self._exchanges.dithered(self._parcels, turn, device=whole.flat.device)
+        self._across = across
+        # If only rows exchange in a format, values count as if they did within rows.
+        encoded = inside if isinstance(inside, Encoded) else across
+
+        def fill() -> None:
+            """Completes the bucket, over gloo in the thread that sends."""
+            whole.copy_in(copies)
+            in_format = encoded if isinstance(encoded, Encoded) else None
+            self._mark_nonfinite(whole.values(), in_format)
+            if in_format is not None and lost.is_counting:
+                lost.count(whole.flat, self.spec, self._plan, in_format)
+
+        handle = self._exchanges.inside.reduce_scatter(
+            whole.flat,
+            gradients.room(),
+            inside,
+            trailer=whole.trailer,
+            parts=self._passed_on,
+            fill=fill,
+        )
+        return (handle,)
+
+    def start_across(self, inside: Sequence[Handle], turn: Turn) -> Sequence[Handle]:
+        gradients, across = self._gradients, self._across
+        exchanges = self._exchanges.across
+        # the schedule of a strategy with two axes
+        assert exchanges is not None
+        assert across is not None
+        (before,) = inside
+        (reduced,) = gradients.values()
+        return (
+            exchanges.all_reduce_behind(before, reduced, across, trailer=gradients.whole.trailer),
+        )
 
 
 def _is_dropped(grad: Tensor) -> bool:
