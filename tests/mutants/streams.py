@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 import undertow
 from mutants.blocks import PACKAGE
 from mutants.forks import exchange_code
@@ -169,10 +171,15 @@ def cases() -> Iterator[Case]:
 def cases_of(test: Any) -> Iterator[Case]:
     """Yields every value of each parameter once, with some value of the others."""
     (ranks,) = (mark for mark in test.pytestmark if mark.name == "in_ranks")
-    values = {mark.args[0]: list(mark.args[1]) for mark in test.pytestmark if mark.name == "parametrize"}
+    values = {mark.args[0]: list(map(value_of, mark.args[1])) for mark in test.pytestmark if mark.name == "parametrize"}
     names = inspect.signature(test).parameters
     for place in range(max(map(len, values.values()), default=1)):
         yield ranks.args[0], test, tuple(values[name][place % len(values[name])] for name in names)
+
+
+def value_of(value: Any) -> Any:
+    """The value of a parameter, which may be given with a marker."""
+    return value.values[0] if isinstance(value, type(pytest.param())) else value
 
 
 def exchange(file: str, text: str) -> None:
