@@ -1,8 +1,10 @@
-"""The buckets of a plan in training: gradients, trailer and transfer of each.
+"""The buckets of a plan in training.
 
-A bucket is memory, and the `.grad` of its parameters (`gradients`). A transfer is how it travels.
-Both are chosen when the bucket is made, by a `BucketLayout`, and do not know of each other's
-variants.
+BucketLayout ──> LiveBucket    gradients   its memory, and the `.grad` of its parameters
+                               transfer    how it travels
+                               trailer     the facts that travel with it
+
+All three are chosen when the bucket is made.
 
 Reasons: docs/design/buckets.md.
 """

@@ -5,8 +5,8 @@ EncodedExchange   in a format: ranks exchange parts; the trailer stays in full w
 HookedReduction   by the user's communication hook; a small all-reduce has the trailer
 SparseReduction   one all-reduce for each sparse gradient, and a small one for the trailer
 
-`sharded/gradients.py` has the transfer of shards. All of them reduce single tensors by the
-`Reducer` of their plan.
+`sharded/gradients.py` has the transfer of shards. Tensors in full width are reduced by the
+`Reducer`, which all buckets of a plan share.
 
 Reasons: docs/design/exchanges.md.
 """

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from support.strategies import spec
 from undertow.buckets.gradients import Copy, FlatGradients
-from undertow.buckets.sparse import SparseGradients
 from undertow.plan import plan_from_groups
 
 
@@ -60,6 +60,19 @@ def test_memory_is_used_again_if_nobody_holds_it() -> None:
         for param in params:
             param.grad = None
     assert len(set(pointers)) == 1
+
+
+@pytest.mark.parametrize("not_arrived", [(), (0,)], ids=["added in place", "unused"])
+def test_memory_is_used_again_if_only_grad_refers_to_it(not_arrived: tuple[int, ...]) -> None:
+    params, gradients = made(3, 5)
+    fill(params, 1.0)
+    gradients.pack(())
+    gradients.bind(())
+    before = gradients.flat.data_ptr()
+    params[1].grad = torch.full((5,), 7.0)
+    assert gradients.pack(not_arrived) == list(not_arrived)
+    assert torch.equal(*gradients.values(), torch.tensor([1.0] * 3 + [7.0] * 5))
+    assert gradients.flat.data_ptr() == before
 
 
 def test_a_parameter_that_no_rank_used_gets_its_gradient_back() -> None:
@@ -124,15 +137,3 @@ def test_late_gradients_are_added_to_the_result() -> None:
         (values,) = gradients.late_values({1: torch.full((5,), 4.0)})
         gradients.add_late((values,))
     assert torch.equal(*gradients.values(), torch.tensor([1.0] * 3 + [6.0] * 5))
-
-
-def test_a_sparse_gradient_stays_a_tensor_of_merged_rows() -> None:
-    layer = nn.Embedding(4, 2, sparse=True)
-    (bucket,) = plan_from_groups([spec("weight", 8, is_sparse=True)], ((0,),), num_ranks=2).buckets
-    gradients = SparseGradients(bucket, [layer.weight])
-    layer(torch.tensor([1, 3, 1])).sum().backward()
-    assert (gradients.pack(()), layer.weight.grad) == ([], None)
-    (rows,) = gradients.values()
-    assert (rows.is_coalesced(), rows.indices().tolist()) == (True, [[1, 3]])
-    gradients.bind(())
-    assert layer.weight.grad is rows
