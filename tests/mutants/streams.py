@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 import undertow
 from mutants.blocks import PACKAGE
 from mutants.forks import exchange_code
@@ -95,13 +97,13 @@ REMOVALS = (
     ),
     # Events
     Removal(
-        "buckets/trailer.py",
+        "buckets/facts.py",
         f"        reduced = {TOLD}\n        usual = {USUAL}\n"
         "        return Snapshot(self, reduced, usual, copied=device.record())",
         f"        copied = device.record()\n        reduced, usual = {TOLD}, {USUAL}\n"
         "        return Snapshot(self, reduced, usual, copied=copied)",
     ),
-    Removal("buckets/trailer.py", "return self.copied.query()", "return True"),
+    Removal("buckets/facts.py", "return self.copied.query()", "return True"),
     Removal("buckets/recorder.py", "        stop.synchronize()\n", ""),
     # The device layer itself
     Removal(DEVICE, "torch.accelerator.current_stream(stream.device).wait_stream(stream)", "pass"),
@@ -126,7 +128,7 @@ REMOVALS = (
     Removal(COLLECTIVES, "held=[flat], flat=flat", "flat=flat"),
     Removal(COLLECTIVES, "        gathering.held.append(sent)\n", ""),
     Removal(COLLECTIVES, "            self.group.hardware.keep(tensor)", "            pass"),
-    Removal("buckets/bucket.py", "        self._shared.reducer.group.hardware.keep(memory.flat)", "        pass"),
+    Removal("buckets/gradients.py", "        device_of(self._place).keep(self.flat)", "        pass"),
     Removal("engine/round.py", "            bucket.keep_gradients()", "            pass"),
     Removal("buckets/bucket.py", "        self._keep(late.values())\n", ""),
     Removal("sharded/sharding.py", "in_memory_order(self.group.hardware.keep(grad)", "in_memory_order(grad"),
@@ -169,10 +171,15 @@ def cases() -> Iterator[Case]:
 def cases_of(test: Any) -> Iterator[Case]:
     """Yields every value of each parameter once, with some value of the others."""
     (ranks,) = (mark for mark in test.pytestmark if mark.name == "in_ranks")
-    values = {mark.args[0]: list(mark.args[1]) for mark in test.pytestmark if mark.name == "parametrize"}
+    values = {mark.args[0]: list(map(value_of, mark.args[1])) for mark in test.pytestmark if mark.name == "parametrize"}
     names = inspect.signature(test).parameters
     for place in range(max(map(len, values.values()), default=1)):
         yield ranks.args[0], test, tuple(values[name][place % len(values[name])] for name in names)
+
+
+def value_of(value: Any) -> Any:
+    """The value of a parameter, which may be given with a marker."""
+    return value.values[0] if isinstance(value, type(pytest.param())) else value
 
 
 def exchange(file: str, text: str) -> None:

@@ -27,10 +27,9 @@ import undertow.lab.demo.rank
 import undertow.sync.group_sync
 from undertow import GradientSync, ShardedOptimizer, SyncConfig
 from undertow import device as device_layer  # noqa: F401  # for tests
-from undertow.buckets.bucket import Shared
-from undertow.buckets.bucket_layout import BucketLayout
+from undertow.buckets.bucket import BucketLayout
 from undertow.buckets.comm_hook import HookedBucket as HookedBucket
-from undertow.buckets.reducer import Reducer
+from undertow.buckets.transfer import Reducer
 from undertow.checkpoint import files as checkpoint_files
 from undertow.checkpoint import ranks as checkpoint_ranks
 from undertow.checkpoint import replicated as checkpoint_replicated
@@ -44,7 +43,7 @@ from undertow.engine.measuring import NUM_STEPS_BEFORE, NUM_STEPS_MEASURED
 from undertow.engine.round import Round
 from undertow.engine.trying import NUM_STEPS_COUNTED, Trying
 from undertow.lab.emulation.link import BACKEND, EmulatedLink, emulated_backend  # noqa: F401  # for tests
-from undertow.plan import ParamSpec
+from undertow.plan import ParamSpec, Plan
 from undertow.plan.layout import equal_parts
 from undertow.ranks import agreement, connections, handshake, patience
 from undertow.ranks.dither import Rounding as Rounding
@@ -177,10 +176,10 @@ def refusing_plans(least: int | None) -> Iterator[None]:
     """This rank has no memory for plans of `least` buckets or more; None refuses none."""
     make = BucketLayout.live_buckets
 
-    def live_buckets(layout: BucketLayout, shared: Shared) -> Any:
-        if least is not None and len(shared.plan.buckets) >= least:
+    def live_buckets(layout: BucketLayout, plan: Plan, *rest: Any) -> Any:
+        if least is not None and len(plan.buckets) >= least:
             raise MemoryError("none is left")
-        return make(layout, shared)
+        return make(layout, plan, *rest)
 
     with mock.patch.object(BucketLayout, "live_buckets", live_buckets):
         yield
@@ -226,7 +225,8 @@ def turn_of_experts(model: Model) -> Turn:
 
 
 def storage_of(model: Model, bucket: int = 0) -> Any:
-    return assembly_of(model).buckets[bucket].memory.flat
+    gradients: Any = assembly_of(model).buckets[bucket].gradients  # whole on every rank
+    return gradients.flat
 
 
 def sharding_of(model: Model) -> Sharding | None:

@@ -37,8 +37,8 @@ from torch.optim import optimizer
 from support.inside import NUM_STEPS_UNTIL_A_MOVE as NUM_STEPS_UNTIL_A_MOVE
 from support.scripted import scripted
 from undertow import GradientSync, SyncConfig, attach
-from undertow.buckets import comm_hook, reducer
-from undertow.buckets.trailer import Reading
+from undertow.buckets import comm_hook, transfer
+from undertow.buckets.facts import Reading
 from undertow.device import device_of
 from undertow.engine import current_plan, step_events
 from undertow.engine.round import Round, Terms
@@ -472,7 +472,7 @@ def _one_process() -> Iterator[None]:
             (group_sync, "OwnGroup", FakeGroup),
             (shard_exchanges, "OwnGroup", FakeGroup),
             (shard_exchanges, "exchanges_over", FakeCollectives),
-            (reducer, "exchanges_over", FakeCollectives),
+            (transfer, "exchanges_over", FakeCollectives),
             (comm_hook, "Worker", FakeWorker),
             (current_plan, "call_at_registration", lambda then: at_registration(_only_here(then))),
             (step_events, "register_optimizer_step_pre_hook", lambda hook: before_step(_only_here(hook))),

@@ -1,7 +1,10 @@
-"""The buckets of a plan in training: gradients, trailer and transfer of each.
+"""The buckets of a plan in training.
 
-A bucket is memory, and the `.grad` of its parameters (`gradients`). A transfer is how it travels.
-Both are chosen when the bucket is made, and do not know of each other's variants.
+BucketLayout ──> LiveBucket    gradients   its memory, and the `.grad` of its parameters
+                               transfer    how it travels
+                               trailer     the facts that travel with it
+
+All three are chosen when the bucket is made.
 
 Reasons: docs/design/buckets.md.
 """
@@ -10,38 +13,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from undertow.buckets.finite import bad_slots
-from undertow.buckets.gradients import BucketGradients
-from undertow.buckets.memory import BucketMemory
+from undertow.buckets.gradients import BucketGradients, FlatGradients
 from undertow.buckets.recorder import BucketMarks, Recorder
-from undertow.buckets.reducer import Reducer
-from undertow.buckets.trailer import TrailerCodec
-from undertow.buckets.transfer import BucketTransfer
+from undertow.buckets.sparse import SparseGradients
+from undertow.buckets.transfer import BucketTransfer, Reducer, transfer_of
 from undertow.errors import listed
-from undertow.plan import Bucket, Plan
+from undertow.plan import Plan
 from undertow.ranks.dither import Turn
+from undertow.ranks.exchanges import Exchanges
 from undertow.ranks.handle import Handle
-from undertow.schedule import OpKind
+from undertow.ranks.transport import OwnGroup
+from undertow.schedule import DDP, OpKind, Strategy
 from undertow.torch_private import private
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The parts that all buckets of a plan share."""
-
-    plan: Plan
-    params: Sequence[Tensor]
-    reducer: Reducer
-    recorder: Recorder
-
-    def params_of(self, spec: Bucket) -> Sequence[Tensor]:
-        return tuple([self.params[index] for index in spec.params])
 
 
 class LiveBucket:
@@ -55,19 +44,14 @@ class LiveBucket:
     """
 
     def __init__(
-        self, spec: Bucket, shared: Shared, gradients: BucketGradients, transfer: BucketTransfer
+        self, plan: Plan, gradients: BucketGradients, transfer: BucketTransfer, recorder: Recorder
     ) -> None:
-        self.spec = spec
+        self.spec = transfer.spec
         self.gradients = gradients
-        self.params = shared.params_of(spec)
+        self.trailer = transfer.trailer
         self.kind: OpKind = transfer.kind  # of `start`
-        self._transfer = transfer
-        group = shared.reducer.group
-        divisor = 1 if transfer.sums_trailer else group.num_ranks
-        self.trailer = TrailerCodec(
-            spec, gradients.memory, divisor=divisor, rank=group.rank, names=group.names
-        )
-        self._shared = shared
+        self._plan, self._transfer, self._recorder = plan, transfer, recorder
+        self._reducer = transfer.reducer
         self._handles: Sequence[Handle] = ()  # of the reduction under way
         self._marks = BucketMarks(0, transfer.kind, ready=None)  # of the last reduction
         self._is_packed = False  # by a round that only accumulates
@@ -77,40 +61,34 @@ class LiveBucket:
     @cached_property
     def label(self) -> str:
         """Its name in messages."""
-        params = self._shared.plan.params
+        params = self._plan.params
         names = [repr(params[index].name) for index in dict.fromkeys(self.spec.params)]
         return f"bucket {self.spec.index} ({listed(names) or 'flags only'})"
-
-    @property
-    def memory(self) -> BucketMemory:
-        return self.gradients.memory
 
     def mark_ready(self) -> None:
         """Called when the bucket is full, before it is packed."""
         num_bytes = self._transfer.wire_bytes
-        self._marks = self._shared.recorder.ready(
-            self.spec.index, num_bytes=num_bytes, kind=self.kind
-        )
+        self._marks = self._recorder.ready(self.spec.index, num_bytes=num_bytes, kind=self.kind)
 
     def start(self, turn: Turn) -> None:
         """Sends the packed values and the trailer; `turn` is of this synchronization."""
-        recorder = self._shared.recorder
+        recorder = self._recorder
         self._marks.launched = recorder.mark()
-        self._handles = self._transfer.start(self.trailer, turn)
+        self._handles = self._transfer.start(turn)
         # At the end of the backward of one model, a single bucket is waited for at once: the end of
         # its collective needs no mark.
-        is_alone = len(self._shared.plan.buckets) == 1 and len(recorder.in_backward) <= 1
+        is_alone = len(self._plan.buckets) == 1 and len(recorder.in_backward) <= 1
         if not is_alone or private.graph_task_id() == -1:
             recorder.completes(self._marks, self._handles[0])
 
     def start_across(self, turn: Turn) -> None:
         """Continues over the second axis of a mesh, if the strategy has one."""
         self._handles = self._transfer.start_across(self._handles, turn)
-        self._shared.recorder.completes(self._marks, self._handles[0])
+        self._recorder.completes(self._marks, self._handles[0])
 
     def finish(self) -> None:
         """Waits until values and trailer are reduced."""
-        marks, recorder = self._marks, self._shared.recorder
+        marks, recorder = self._marks, self._recorder
         marks.wait_start = recorder.mark()
         handles, self._handles = self._handles, ()
         for handle in handles:
@@ -133,7 +111,7 @@ class LiveBucket:
         Not if a gradient can be differentiated again (`create_graph=True`), which a copy could not.
         """
         self._is_packed = not any(
-            param.grad is not None and param.grad.requires_grad for param in self.params
+            param.grad is not None and param.grad.requires_grad for param in self.gradients.params
         )
         if self._is_packed:
             self.gradients.pack(())
@@ -150,7 +128,7 @@ class LiveBucket:
         Returns them by position.
         """
         late: dict[int, Tensor] = {}
-        for position, param in enumerate(self.params):
+        for position, param in enumerate(self.gradients.params):
             if param.grad is not None:
                 late[position], param.grad = param.grad, None
         return late
@@ -174,8 +152,7 @@ class LiveBucket:
         if self._late_sent is None:
             return frozenset()
         (values, handles), self._late_sent = self._late_sent, None
-        reducer = self._shared.reducer
-        with reducer.group.waiting(f"late gradients of {self.label}"):
+        with self._reducer.group.waiting(f"late gradients of {self.label}"):
             for handle in handles:
                 handle.wait()
         # They have no trailer, but their reduced values are the same on all ranks.
@@ -189,36 +166,71 @@ class LiveBucket:
     def bad_results(self) -> frozenset[int]:
         """Returns the positions that are not finite after a communication hook, if the settings ask
         for that: the hook may remember an earlier gradient that was not."""
-        if self._shared.reducer.hook is None:
+        if self._reducer.hook is None:
             return frozenset()
         return self._not_finite(self.gradients.values())
 
     def _not_finite(self, values: Sequence[Tensor]) -> frozenset[int]:
         """Returns the positions with reduced values that are not finite, if the settings ask for
         that."""
-        finite = self._shared.reducer.finite
+        finite = self._reducer.finite
         if finite is None:
             return frozenset()
         largest = torch.finfo(values[0].dtype).max
         bad = bad_slots(values, self.spec, largest, is_host=finite.is_host)
         return frozenset() if bad is None else frozenset(bad.nonzero().flatten().tolist())
 
-    def release(self) -> None:
-        """Frees the memory, except the parts that other code holds. The bucket is not used any
-        more."""
-        memory = self.memory
-        self._shared.reducer.group.hardware.keep(memory.flat)  # another stream may have made it
-        memory.release()
-
     def _keep(self, grads: Iterable[Tensor | None]) -> None:
         """Keeps gradients for the current stream."""
-        hardware = self._shared.reducer.group.hardware
+        hardware = self._reducer.group.hardware
         for grad in grads:
             if grad is not None and grad.is_sparse:
                 for part in private.parts_of_sparse(grad):
                     hardware.keep(part)
             elif grad is not None:
                 hardware.keep(grad)
+
+
+class BucketLayout:
+    """The layout of a plan whose parameters and reduced gradients lie whole on every rank of
+    `group`, the ranks that reductions wait for.
+
+    `Sharding` is the layout of shards.
+    """
+
+    strategy: Strategy = DDP
+    # that reduce or gather its shards
+    exchanges: tuple[Exchanges, ...] = ()
+
+    def __init__(self, group: OwnGroup) -> None:
+        self.group = group
+
+    @property
+    def holds_shards(self) -> bool:
+        """True if ranks have shards of a gradient that was not set to zero."""
+        return False
+
+    def live_buckets(
+        self, plan: Plan, params: Sequence[Tensor], reducer: Reducer, recorder: Recorder
+    ) -> Sequence[LiveBucket]:
+        """Returns the buckets of a plan over `params`, in its order."""
+        buckets: list[LiveBucket] = []
+        for spec in plan.buckets:
+            own = [params[index] for index in spec.params]
+            gradients: FlatGradients | SparseGradients
+            gradients = SparseGradients(spec, own) if spec.is_sparse else FlatGradients(spec, own)
+            transfer = transfer_of(spec, plan, gradients, reducer)
+            buckets.append(LiveBucket(plan, gradients, transfer, recorder))
+        return buckets
+
+    def wait_for_parameters(self) -> None:
+        """Waits until all parameters that an optimizer has updated have arrived."""
+
+    def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
+        """Called before gradients move to another plan.
+
+        Raises PhaseError if ranks have shards of one of them.
+        """
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from undertow.buckets.trailer import TrailerCodec
+from undertow.buckets.facts import TrailerCodec
 from undertow.plan import Bucket
 from undertow.torch_private import private
 

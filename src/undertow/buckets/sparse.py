@@ -10,38 +10,52 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from undertow.buckets.gradients import KnownGradients, any_values
-from undertow.buckets.memory import BucketMemory, unused_positions
+from undertow.buckets.gradients import (
+    any_values,
+    array_of,
+    has_been_written,
+    known_gradients,
+    unused_positions,
+)
+from undertow.plan import Bucket
 from undertow.torch_private import private
 
 _grad_of = attrgetter("grad")
 
 
 class SparseGradients:
-    """Sparse gradients whose rows are merged; `.grad` is the reduced tensor itself."""
+    """Sparse gradients whose rows are merged; `.grad` is the reduced tensor itself.
+
+    Only the trailer of their bucket has memory that is used again.
+    """
 
     earlier: Collection[int] = ()
 
-    def __init__(self, params: Sequence[Tensor], memory: BucketMemory) -> None:
-        self.memory = memory  # of the trailer
-        self._params = params
-        self._known = KnownGradients(params)
+    def __init__(self, spec: Bucket, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self.trailer = torch.zeros(
+            spec.trailer.stop - spec.trailer.start,
+            dtype=getattr(torch, spec.dtype),
+            device=spec.device,
+        )
+        self.trailer_array = array_of(self.trailer)
+        self._known = known_gradients(params)
         self._values: list[Tensor] = []
         self._are_dense: list[bool] = []
         # The previous `.grad` of positions that are unused on this rank.
         self._kept: dict[int, Tensor | None] = {}
 
     def arrived(self) -> Iterable[Tensor | None]:
-        return map(_grad_of, self._params)
+        return map(_grad_of, self.params)
 
     @torch.no_grad()
     def pack(self, not_arrived: Collection[int], *, is_discarded: bool = False) -> list[int]:
-        grads = [param.grad for param in self._params]
+        grads = [param.grad for param in self.params]
         unused = unused_positions(grads, not_arrived)
         self._kept = {position: grads[position] for position in unused}
-        self._values = list(map(_rows, self._params, grads))
+        self._values = list(map(_rows, self.params, grads))
         self._are_dense = [grad is not None and not grad.is_sparse for grad in grads]
-        for param in self._params:
+        for param in self.params:
             param.grad = None
         return list(unused)
 
@@ -50,7 +64,7 @@ class SparseGradients:
 
     def bind(self, used_elsewhere: Collection[int]) -> None:
         restored = self._kept.keys() - set(used_elsewhere)
-        for position, (param, value) in enumerate(zip(self._params, self._values, strict=True)):
+        for position, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
             if position in restored:
                 param.grad = self._kept[position]
             else:  # dense again if it was dense, because the weight is tied to a dense layer
@@ -63,20 +77,23 @@ class SparseGradients:
         self.bind(())
 
     def note_known(self) -> None:
-        self._known.note()
+        self._known = known_gradients(self.params)
 
     def is_written(self, position: int) -> bool:
-        return self._known.is_written(position)
+        return has_been_written(self.params[position].grad, self._known.get(position))
 
     def has_result(self) -> bool:
-        return any_values(self._params)
+        return any_values(self.params)
 
     def late_values(self, late: Mapping[int, Tensor]) -> Sequence[Tensor]:
-        return list(map(_rows, self._params, map(late.get, range(len(self._params)))))
+        return list(map(_rows, self.params, map(late.get, range(len(self.params)))))
 
     def add_late(self, values: Sequence[Tensor]) -> None:
-        for param, value in zip(self._params, values, strict=True):
+        for param, value in zip(self.params, values, strict=True):
             param.grad = value if param.grad is None else param.grad + value
+
+    def release(self) -> None:
+        self._values = []
 
 
 def _rows(param: Tensor, grad: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from undertow.buckets.memory import strides_of_gradient
+from undertow.buckets.gradients import strides_of_gradient
 from undertow.checkpoint import files
 from undertow.checkpoint.opened import Opened
 from undertow.engine.progress import params_of

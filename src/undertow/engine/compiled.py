@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import LiveBucket, Shared
-from undertow.buckets.bucket_layout import BucketLayout
+from undertow.buckets.bucket import BucketLayout, LiveBucket
+from undertow.buckets.facts import Reading, Snapshot
 from undertow.buckets.recorder import Recorder
-from undertow.buckets.reducer import Reducer
-from undertow.buckets.trailer import Reading, Snapshot
+from undertow.buckets.transfer import Reducer
 from undertow.engine.measuring import Present
 from undertow.engine.params import described_at_all_places
 from undertow.engine.step_settings import Settings
@@ -86,8 +85,7 @@ class CompiledPlan:
     @cached_property
     def buckets(self) -> Sequence[LiveBucket]:
         """Constructed at the first access: a group of one rank never needs them."""
-        shared = Shared(self.plan, self.params, self.reducer, self.recorder)
-        return self.layout.live_buckets(shared)
+        return self.layout.live_buckets(self.plan, self.params, self.reducer, self.recorder)
 
     @cached_property
     def group(self) -> OwnGroup:
@@ -244,4 +242,4 @@ class CompiledPlan:
         """
         made = self.__dict__.get("buckets", ())  # empty if there was no memory for them
         for bucket in made:
-            bucket.release()
+            bucket.gradients.release()

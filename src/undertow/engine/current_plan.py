@@ -15,10 +15,10 @@ from typing import Protocol
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from undertow.buckets.bucket_layout import BucketLayout
+from undertow.buckets.bucket import BucketLayout
 from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.recorder import Recorder
-from undertow.buckets.reducer import Reducer
+from undertow.buckets.transfer import Reducer
 from undertow.config import SyncConfig
 from undertow.device import device_of
 from undertow.engine.agreed_errors import part_of_another

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import LiveBucket
-from undertow.buckets.facts import Facts
-from undertow.buckets.trailer import Reading
+from undertow.buckets.facts import Facts, Reading
 from undertow.device import Accelerator
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.hooks import ParamHooks, users_hooks
@@ -269,7 +268,7 @@ class Round:
         streams = self.hooks.arrivals.buckets[bucket.spec.index].streams
         device = self.compiled.group.hardware
         assert isinstance(device, Accelerator)
-        streams.discard(device.stream_of(bucket.memory.flat))
+        streams.discard(device.stream_of(bucket.gradients.params[0]))
         device.wait_for(streams)
         if streams:
             bucket.keep_gradients()

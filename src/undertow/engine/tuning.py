@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from undertow.buckets.recorder import Recorder
-from undertow.buckets.reducer import Reducer
+from undertow.buckets.transfer import Reducer
 from undertow.engine.arrivals import Arrivals
 from undertow.engine.measuring import Measuring, Present
 from undertow.engine.trying import MOST_DROPS, Trying

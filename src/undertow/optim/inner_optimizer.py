@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from undertow.buckets.memory import strides_of_gradient
+from undertow.buckets.gradients import strides_of_gradient
 from undertow.errors import require
 from undertow.mesh.local_tensors import local_tensor
 from undertow.optim.state import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.fingerprints import fingerprints
-from undertow.buckets.memory import strides_of_gradient
+from undertow.buckets.gradients import strides_of_gradient
 from undertow.device import device_of
 from undertow.errors import require
 from undertow.mesh.local_tensors import (

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
-from undertow.buckets.memory import strides_of_gradient
+from undertow.buckets.gradients import strides_of_gradient
 from undertow.device import device_of
 from undertow.mesh.local_tensors import distributed, local_tensor, local_tensors
 from undertow.plan import Bucket, Slot

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from undertow.buckets.bucket import LiveBucket, Shared
-from undertow.buckets.bucket_layout import BucketLayout
-from undertow.buckets.memory import BucketMemory, strides_of_gradient
+from undertow.buckets.bucket import BucketLayout, LiveBucket
+from undertow.buckets.gradients import FlatGradients, strides_of_gradient
 from undertow.buckets.recorder import Recorder
+from undertow.buckets.transfer import Reducer
 from undertow.config import refused
 from undertow.errors import ConfigError, PhaseError, require
 from undertow.mesh.local_tensors import (
@@ -28,10 +28,9 @@ from undertow.plan.layout import round_up
 from undertow.ranks.exchanges import accumulation_dtype
 from undertow.schedule import Strategy
 from undertow.sharded.gathers import Gathers
-from undertow.sharded.gradients import ShardedGradients
+from undertow.sharded.gradients import ReduceScatter, ShardedGradients
 from undertow.sharded.params import FlatParams, ShardPart, in_memory_order
 from undertow.sharded.placeholder import GradientPlaceholder, gradients_of
-from undertow.sharded.reduce_scatter import ReduceScatter
 from undertow.sharded.shard_exchanges import ShardExchanges
 from undertow.torch_private import private
 
@@ -75,8 +74,9 @@ class Sharding(BucketLayout):
         self.parts: dict[Tensor, ShardPart] = {}  # by identity of the held parameter
         for flat in self.flats:
             self.parts.update(zip(flat.params, flat.parts, strict=True))
-        # of each bucket, and by parameter, from `live_buckets` on: a single rank does not call that
-        self._gradients: list[ShardedGradients] = []
+        # The shard of each bucket's gradients, and the placeholder of each parameter: from
+        # `live_buckets` on, which a single rank does not call.
+        self._shards: dict[int, Tensor] = {}
         self._placeholders: dict[int, GradientPlaceholder] = {}
         # by the number of their optimizer
         self.buckets_of: defaultdict[int, list[int]] = defaultdict(list)
@@ -85,16 +85,17 @@ class Sharding(BucketLayout):
         shards = [shard_exchanges.shards_of(bucket) for bucket in plan.buckets]
         self.gathers = Gathers(self.flats, shards, shard_exchanges.inside, recorder)
 
-    def live_buckets(self, shared: Shared) -> Sequence[LiveBucket]:
-        buckets = [self._sharded_bucket(spec, shared) for spec in self.plan.buckets]
-        self._gradients = [gradients for _, gradients in buckets]
-        return [bucket for bucket, _ in buckets]
+    def live_buckets(
+        self, plan: Plan, params: Sequence[Tensor], reducer: Reducer, recorder: Recorder
+    ) -> Sequence[LiveBucket]:
+        return [self._live_bucket(spec, params, reducer, recorder) for spec in plan.buckets]
 
-    def _sharded_bucket(self, spec: Bucket, shared: Shared) -> tuple[LiveBucket, ShardedGradients]:
-        params = shared.params_of(spec)
-        memory = BucketMemory(spec, params)
-        shard = memory.flat.new_zeros(  # [shard_numel] of the wide dtype
-            self.shard_exchanges.shard_numel(spec), dtype=accumulation_dtype(memory.flat.dtype)
+    def _live_bucket(
+        self, spec: Bucket, params: Sequence[Tensor], reducer: Reducer, recorder: Recorder
+    ) -> LiveBucket:
+        whole = FlatGradients(spec, [params[index] for index in spec.params])
+        shard = whole.flat.new_zeros(  # [shard_numel] of the wide dtype
+            self.shard_exchanges.shard_numel(spec), dtype=accumulation_dtype(whole.flat.dtype)
         )
         parts: list[tuple[GradientPlaceholder, ShardPart]] = []
         for index, part in zip(spec.params, self.flats[spec.index].parts, strict=True):
@@ -106,9 +107,10 @@ class Sharding(BucketLayout):
             )
             self._placeholders[index] = placeholder
             parts.append((placeholder, part))
-        gradients = ShardedGradients(params, memory, shard, parts)
-        transfer = ReduceScatter(spec, self.plan, gradients, shared.reducer, self.shard_exchanges)
-        return LiveBucket(spec, shared, gradients, transfer), gradients
+        self._shards[spec.index] = shard
+        gradients = ShardedGradients(whole, shard, parts)
+        transfer = ReduceScatter(spec, self.plan, gradients, reducer, self.shard_exchanges)
+        return LiveBucket(self.plan, gradients, transfer, recorder)
 
     def make_gradients_whole(self, named_params: Iterable[tuple[str, Tensor]]) -> None:
         """Called before gradients move to another plan.
@@ -153,7 +155,7 @@ class Sharding(BucketLayout):
         others, by parameter.
         """
         found: dict[int, Tensor] = {}
-        if not self._gradients:
+        if not self._shards:
             return found
         for index, grad in gradients_of(self.params).items():
             if grad is None:
@@ -188,7 +190,7 @@ class Sharding(BucketLayout):
                         whole[slot.param] = grad.part.new_empty(slot.stop - slot.start)
             if whole:
                 # kept, because nothing holds this layout any more
-                own = self.group.hardware.keep(self._gradients[bucket.index].shard)
+                own = self.group.hardware.keep(self._shards[bucket.index])
                 self.gather_whole(bucket, own, whole)
             for index, grad in held.items():
                 to._take_gradient(index, grad, whole.get(index), self.strides[index])
@@ -281,7 +283,7 @@ class Sharding(BucketLayout):
         whole = torch.zeros(grad.numel(), dtype=wide, device=param.device)
         if not grad.is_cleared:
             bucket = self.plan.buckets[part.bucket]
-            own = self._gradients[bucket.index].shard
+            own = self._shards[bucket.index]
             self.gather_whole(bucket, own, {part.param: whole})
         whole = whole.as_strided(grad.shape, self.strides[part.param]).to(grad.dtype)
         placed: Tensor = placed_like(param, whole)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from undertow.buckets.reducer import Reducer
+from undertow.buckets.transfer import Reducer
 from undertow.config import SyncConfig
 from undertow.engine.compiled import CompiledPlan
 from undertow.engine.engine import Engine

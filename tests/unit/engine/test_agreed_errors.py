@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from support.errors import text_of
-from undertow.buckets.trailer import Reading
+from undertow.buckets.facts import Reading
 from undertow.engine.agreed_errors import changed_unlike, require_sound
 from undertow.engine.round import Round, RoundKind, Terms
 from undertow.errors import Desync, PeerFailed, PlanMismatch

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from support.checkpoints import require_equal
 from support.errors import text_of
 from support.strategies import spec
-from undertow.buckets.trailer import Reading
+from undertow.buckets.facts import Reading
 from undertow.config import SyncConfig
 from undertow.engine import nonfinite
 from undertow.engine.checks import Checks, Loads, _PlaceReport

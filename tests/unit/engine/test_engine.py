@@ -28,9 +28,8 @@ from undertow import (
     ShardedOptimizer,
     UndertowError,
 )
-from undertow.buckets.bucket import Shared
-from undertow.buckets.bucket_layout import BucketLayout
-from undertow.buckets.trailer import Reading
+from undertow.buckets.bucket import BucketLayout
+from undertow.buckets.facts import Reading
 from undertow.engine.rounds import Rounds
 from undertow.engine.step_settings import GroupSettings
 from undertow.errors import Desync, ReplicaMismatch
@@ -708,10 +707,10 @@ def test_a_candidate_that_a_rank_has_no_memory_for_is_left_out_on_all(refuses: R
     make = BucketLayout.live_buckets
     told: list[str] = []
 
-    def live_buckets(layout: BucketLayout, shared: Shared) -> Any:
-        if len(shared.plan.buckets) == refuses.num_buckets and shared.reducer.group.rank == refuses.rank:
+    def live_buckets(layout: BucketLayout, plan: Any, *rest: Any) -> Any:
+        if len(plan.buckets) == refuses.num_buckets and layout.group.rank == refuses.rank:
             raise MemoryError("none is left")
-        return make(layout, shared)
+        return make(layout, plan, *rest)
 
     def train(training: Training) -> None:
         for _ in range(MOVES_AT + 8):

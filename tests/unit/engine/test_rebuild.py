@@ -17,7 +17,7 @@ from support.models import noise
 from support.one_process import Rank, ranks_of
 from support.units import WIDTH, Units, made
 from undertow import ConfigError, GradientSync, PhaseError, PlanMismatch, ShardedOptimizer
-from undertow.buckets.trailer import Reading
+from undertow.buckets.facts import Reading
 
 Moment = Callable[[], object]
 

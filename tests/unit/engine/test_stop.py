@@ -9,7 +9,7 @@ from torch import nn
 
 from support.levels import some
 from support.one_process import Rank, ranks_of
-from undertow.buckets.trailer import Reading
+from undertow.buckets.facts import Reading
 from undertow.engine.round import Findings
 from undertow.engine.stop import StopRequest
 
