@@ -1,4 +1,5 @@
-"""Follows the gradients of a synchronization as they arrive: which buckets are full.
+"""Follows a backward: its gradients as they arrive, the buckets that are full, its end, and whose
+turn it is then to wait.
 
 Reasons: docs/design/backward.md.
 """
@@ -6,11 +7,13 @@ Reasons: docs/design/backward.md.
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,6 +27,8 @@ class BackwardListener(ABC):
 
     These modules cannot name that class, because it is made of them.
     """
+
+    turn: WaitTurn
 
     @abstractmethod
     def first_gradient_arrives(self, task: int) -> None:
@@ -39,7 +44,7 @@ class BackwardListener(ABC):
         """Called with a gradient of a parameter that the plan does not have."""
 
     @abstractmethod
-    def backward_ends(self) -> None:
+    def post_backward(self) -> None:
         """Called at the end of the outermost of nested backwards."""
 
     @abstractmethod
@@ -272,3 +277,103 @@ class Arrivals:
         """
         counts = [count for bucket in self.buckets for count in bucket.counts().items()]
         self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
+
+
+class OutermostEnd:
+    """Tells the `engine` of the end of the outermost of nested backwards; a reentrant checkpoint
+    runs one inside another.
+
+    Also tells it when a watched backward is gone, which it may be before its end: an exception has
+    ended it.
+    """
+
+    def __init__(self, engine: BackwardListener) -> None:
+        self.engine = engine
+        self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
+
+    @property
+    def is_coming(self) -> bool:
+        """True if a watched backward still runs.
+
+        A backward that an exception has ended does not, and never reaches its end.
+        """
+        return any(watch() is not None for watch in self._watches.values())
+
+    def watch(self, task: int) -> None:
+        """Called from a hook that runs in backward `task`; once per task is enough."""
+        if task not in self._watches:
+            end = _BackwardEnd(self)
+            self._watches[task] = weakref.ref(end, lambda _: self.engine.backward_is_gone())
+            private.call_after_backward(end.comes)
+
+    def forget(self) -> None:
+        """Forgets the backwards of this round, including those that an exception ended."""
+        self._watches.clear()
+
+
+class _BackwardEnd:
+    """The end of one backward, which calls it.
+
+    Only that backward holds it, so it is gone as soon as the backward is.
+    """
+
+    __slots__ = ("__weakref__", "_outermost")
+
+    def __init__(self, outermost: OutermostEnd) -> None:
+        self._outermost = outermost
+
+    @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
+    def comes(self) -> None:
+        """The callback after the backward."""
+        node = private.enclosing_node()
+        if node is None:
+            self._outermost.engine.post_backward()
+            return
+
+        # If that node raises, the end never comes, although this object may stay alive.
+        self._outermost.engine.backward_is_gone()
+
+        # The task ran inside a node of an outer one: when that node is done, wait for the end of
+        # the outer task.
+        def climb(*_gradients: object) -> None:  # holds this object until then
+            handle.remove()
+            self._outermost.watch(private.graph_task_id())
+
+        handle = node.register_hook(climb)
+
+
+class WaitTurn:
+    """The turn of an engine to wait after a backward: engines wait in the order of their
+    construction.
+
+    One backward may reach them in another order on another rank, and some waits need calls of all
+    ranks: a rebuild, and the comparison of a change that only some ranks have found.
+    """
+
+    _numbers: ClassVar[Iterator[int]] = count()
+    # By the number of an engine that waits, the backward after which it does.
+    _waiting: ClassVar[dict[int, int]] = {}
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)  # in the order of construction
+
+    def begins(self) -> None:
+        """Called when a backward ends, before any engine waits."""
+        self._waiting[self.number] = private.graph_task_id()
+
+    def ends(self) -> None:
+        """Called when the round of that backward has ended.
+
+        Need not be called after an error: torch never gives another backward the same id.
+        """
+        self._waiting.pop(self.number, None)
+
+    @property
+    def has_come(self) -> bool:
+        """True unless an engine that was made earlier still waits after this backward."""
+        this = private.graph_task_id()
+        # Another thread may run a backward, and change these.
+        for number, backward in tuple(self._waiting.items()):
+            if number < self.number and backward == this:
+                return False
+        return True

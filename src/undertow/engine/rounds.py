@@ -6,14 +6,13 @@ Reasons: docs/design/backward.md.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable
 from typing import assert_never
 
 from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.recorder import Recorder
 from undertow.engine import agreed_errors
-from undertow.engine.arrivals import BackwardListener
+from undertow.engine.arrivals import OutermostEnd
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import users_hooks
@@ -386,65 +385,3 @@ class Rounds:
             self.finish()
         if failed.has_failed:  # after gradients are back: a plan may be moved
             self._round_has_failed(failed)
-
-
-class OutermostEnd:
-    """Tells the `engine` of the end of the outermost of nested backwards; a reentrant checkpoint
-    runs one inside another.
-
-    Also tells it when a watched backward is gone, which it may be before its end: an exception has
-    ended it.
-    """
-
-    def __init__(self, engine: BackwardListener) -> None:
-        self.engine = engine
-        self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
-
-    @property
-    def is_coming(self) -> bool:
-        """True if a watched backward still runs.
-
-        A backward that an exception has ended does not, and never reaches its end.
-        """
-        return any(watch() is not None for watch in self._watches.values())
-
-    def watch(self, task: int) -> None:
-        """Called from a hook that runs in backward `task`; once per task is enough."""
-        if task not in self._watches:
-            watch = _BackwardEnd(self)
-            self._watches[task] = weakref.ref(watch, lambda _: self.engine.backward_is_gone())
-            private.call_after_backward(watch)
-
-    def forget(self) -> None:
-        """Forgets the backwards of this round, including those that an exception ended."""
-        self._watches.clear()
-
-
-class _BackwardEnd:
-    """The callback at the end of a backward.
-
-    Only that backward holds it, so it is gone as soon as the backward is.
-    """
-
-    __slots__ = ("__weakref__", "_outermost")
-
-    def __init__(self, outermost: OutermostEnd) -> None:
-        self._outermost = outermost
-
-    @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
-    def __call__(self) -> None:
-        node = private.enclosing_node()
-        if node is None:
-            self._outermost.engine.backward_ends()
-            return
-
-        # If that node raises, the end never comes, although this object may stay alive.
-        self._outermost.engine.backward_is_gone()
-
-        # The task ran inside a node of an outer one: when that node is done, wait for the end of
-        # the outer task.
-        def climb(*_gradients: object) -> None:  # holds this object until then
-            handle.remove()
-            self._outermost.watch(private.graph_task_id())
-
-        handle = node.register_hook(climb)

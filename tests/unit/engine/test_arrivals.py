@@ -36,7 +36,7 @@ class Listener(BackwardListener):
     def arrives_outside(self, _param: object) -> None:
         raise NotImplementedError
 
-    def backward_ends(self) -> None:
+    def post_backward(self) -> None:
         raise NotImplementedError
 
     def backward_is_gone(self) -> None:
