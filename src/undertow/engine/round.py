@@ -182,18 +182,36 @@ class Round:
 
     def _keep(self, bucket: LiveBucket) -> None:
         """Packs the gradients of a backward that only accumulates; they stay on this rank."""
+        compiled = self.compiled
         self.kept.add(bucket.spec.index)
-        packs, binds = (OpKind.PACK, self._pack_local), (OpKind.BIND, LiveBucket.bind_local)
-        self.compiled.run(packs, binds, bucket=bucket)
+        try:
+            with compiled.observed(OpKind.PACK, bucket):
+                self._follow_streams(bucket)
+                bucket.pack_local()
+        except BaseException as error:
+            compiled.group.watch.fail(error)  # others may wait for the next synchronization
+            raise
+        with compiled.observed(OpKind.BIND, bucket):
+            bucket.bind_local()
 
     def _send_next(self) -> None:
+        """Packs the next bucket, and starts its reduction."""
         compiled, bucket = self.compiled, self.compiled.buckets[self.num_sent]
         self.num_sent += 1
         compiled.group.watch.check()
-        packs, sends = (OpKind.PACK, self._pack), (bucket.kind, self._launch)
-        compiled.run(packs, sends, bucket=bucket)
-        if compiled.strategy.crossing is not None:
-            compiled.run((compiled.strategy.crossing, self._launch_across), bucket=bucket)
+        try:
+            with compiled.observed(OpKind.PACK, bucket):
+                self._pack(bucket)
+            with compiled.observed(bucket.kind, bucket):
+                bucket.start(compiled.turns.now)
+                compiled.group.makes_call(bucket.label)
+            crossing = compiled.strategy.crossing
+            if crossing is not None:
+                with compiled.observed(crossing, bucket):
+                    bucket.start_across(compiled.turns.now)
+        except BaseException as error:
+            compiled.group.watch.fail(error)  # others wait for this rank's message
+            raise
 
     def wait(self) -> Stage | None:
         """Waits for the buckets, and binds `.grad` to them.
@@ -202,7 +220,8 @@ class Round:
         """
         if self.kind is not RoundKind.ACCUMULATE:
             for bucket in self.compiled.buckets:
-                self.compiled.run((OpKind.BIND, self._bind), bucket=bucket)
+                with self.compiled.observed(OpKind.BIND, bucket):
+                    self._bind(bucket)
         if self.kind is RoundKind.RETIRE or not self.found.readings:
             return None
         if self.found.reported(Fact.CHANGED, overdue=False):
@@ -224,10 +243,6 @@ class Round:
         if bad:
             found, index = self.found.nonfinite, bucket.spec.index
             found[index] = bad | found.get(index, frozenset())
-
-    def _pack_local(self, bucket: LiveBucket) -> None:
-        self._follow_streams(bucket)
-        bucket.pack_local()
 
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
@@ -280,14 +295,6 @@ class Round:
         if self.hooks is None:
             return range(len(spec.params))
         return self.hooks.not_arrived(spec.params, self.hooks.arrivals.missing(spec.index))
-
-    def _launch(self, bucket: LiveBucket) -> None:
-        bucket.start(self.compiled.turns.now)
-        self.compiled.group.makes_call(bucket.label)
-
-    def _launch_across(self, bucket: LiveBucket) -> None:
-        """Sends a shard over the second axis of a mesh."""
-        bucket.start_across(self.compiled.turns.now)
 
     def _own_facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some

@@ -328,14 +328,16 @@ class ShardedSteps(StepListener):
                     flat.publish()
                 flat.copy_out()
             return
+        compiled = self._engine.current_plan.compiled
         try:
-            compiled = self._engine.current_plan.compiled
             compiled.group.watch.check()
-            gathers = OpKind.ALL_GATHER, sharding.gathers.launch
             for index in sorted(buckets, reverse=True):  # in the order of the next forward
-                compiled.run(gathers, bucket=compiled.buckets[index])
-        except BaseException:
+                live = compiled.buckets[index]
+                with compiled.observed(OpKind.ALL_GATHER, live):
+                    sharding.gathers.launch(live)
+        except BaseException as error:
             sharding.gathers.are_cut_off(buckets)
+            compiled.group.watch.fail(error)  # others wait for this rank's message
             raise
 
     def unscaling_begins(self, optimizer: Optimizer) -> None:
