@@ -376,11 +376,13 @@ class ShardedSteps(StepListener):
             )
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
+        """Called before every forward of the module, also of an evaluation."""
         self._is_compiled |= is_compiled
         if self.sharding is not None and (is_compiled or not is_training or not self._hooks):
             self.sharding.gathers.wait_for_all()
 
     def forward_ends(self) -> None:
+        """Called after it, also if it has raised."""
         # This increments versions, so autograd detects a parameter that was read too early.
         if self.sharding is not None:
             self.sharding.gathers.wait_for_all()
