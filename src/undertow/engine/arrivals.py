@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from undertow.device import Accelerator
 from undertow.torch_private import private
 
 _NO_BACKWARD = -2
@@ -58,6 +59,7 @@ class BucketArrivals:
     __slots__ = (
         "arrivals",
         "counts_from",
+        "device",
         "index",
         "is_full",
         "known",
@@ -65,7 +67,6 @@ class BucketArrivals:
         "num_known",
         "params",
         "seen",
-        "stream_of",
         "streams",
     )
 
@@ -74,7 +75,7 @@ class BucketArrivals:
         arrivals: Arrivals,
         index: int,
         params: Sequence[int],
-        stream_of: Callable[[Any], object] | None,
+        device: Accelerator | None,
     ) -> None:
         self.arrivals = arrivals
         self.index = index
@@ -85,7 +86,7 @@ class BucketArrivals:
         self.num_known = 0  # arrivals that are counted
         self.num_awaited = 0  # arrivals that it waits for, with expected repeats
         self.is_full = False
-        self.stream_of: Any = stream_of
+        self.device: Any = device  # None on a host
         self.streams: set[Any] = set()  # of a device: those that gradients arrived on
 
     # If a backward is compiled with the code around it, so are the Python functions that it calls
@@ -104,13 +105,13 @@ class BucketArrivals:
     def arrive_on_stream(self, param: object) -> None:
         """The hook on a device: autograd makes each gradient on the stream of its parameter's
         forward, and no other one has waited for that."""
-        self.streams.add(self.stream_of(param))
+        self.streams.add(self.device.stream_of(param))
         self.arrive(param)
 
     @property
     def hook(self) -> Callable[[Any], None]:
         """The hook to register on each parameter of the bucket."""
-        return self.arrive if self.stream_of is None else self.arrive_on_stream
+        return self.arrive if self.device is None else self.arrive_on_stream
 
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than
@@ -147,9 +148,9 @@ class Arrivals:
     parameter when its gradient arrives. Buckets of different devices fill in different threads,
     which wait for one another.
 
-    `backward_id` distinguishes one backward from another. If it has changed when the first gradient
-    of a bucket arrives, after a reset or `forget_backward`, the engine is told of that first.
-    `stream_of(param)` is the stream that its gradient arrives on; None on a host.
+    If the first gradient of a bucket, after a reset or `forget_backward`, belongs to another
+    backward than the gradients before it, the engine is told of that first. On a `device`, each
+    gradient arrives on a stream; without one, parameters are on the host.
     """
 
     def __init__(
@@ -158,8 +159,7 @@ class Arrivals:
         params: Sequence[object],
         *,
         engine: BackwardListener,
-        backward_id: Callable[[], int],
-        stream_of: Callable[[Any], object] | None = None,
+        device: Accelerator | None = None,
     ) -> None:
         self.engine = engine
         self.is_closed = False
@@ -167,22 +167,18 @@ class Arrivals:
         self.at_each: Callable[[int], object] | None = None
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
-        self._backward_id = backward_id
         self._last_backward = _NO_BACKWARD
+        self._device = device
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
-        self.regroup(params_of_bucket, stream_of)
+        self.regroup(params_of_bucket)
 
-    def regroup(
-        self,
-        params_of_bucket: Sequence[Sequence[int]],
-        stream_of: Callable[[Any], object] | None = None,
-    ) -> None:
+    def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
         """Switches to other buckets of the same parameters, with other hooks, and resets."""
         self.buckets: list[BucketArrivals] = []
         bucket_of: dict[int, BucketArrivals] = {}
         for index, params in enumerate(params_of_bucket):
-            bucket = BucketArrivals(self, index, params, stream_of)
+            bucket = BucketArrivals(self, index, params, self._device)
             self.buckets.append(bucket)
             bucket_of.update(dict.fromkeys(params, bucket))
         self.bucket_of = [bucket_of[param] for param in range(len(self._params))]
@@ -218,7 +214,7 @@ class Arrivals:
             index, bucket_of = self.index_of.get(id(param)), self.bucket_of
             if index is None:
                 return  # a hook of the user's has returned it, which torch is about to refuse
-            backward = self._backward_id()
+            backward = private.graph_task_id()
             if backward != self._last_backward:
                 self._last_backward = backward
                 self.engine.first_gradient_arrives(backward)
