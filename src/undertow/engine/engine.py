@@ -254,8 +254,7 @@ class Engine(BackwardListener):
         ending = self.rounds.now
         if ending is None or ending.has_ended:
             return  # a nested backward has reached the outermost end too
-        self.rounds.end_backward(ending)
-        self.rounds.advance(ending)
+        self.rounds.post_backward(ending)
         if private.graph_task_id() != -1:
             self.turn.begins()
             private.call_after_backward(self._finalize_backward)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import LiveBucket
+from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.facts import Facts
 from undertow.buckets.trailer import Reading
 from undertow.device import Accelerator
@@ -180,20 +181,6 @@ class Round:
                 self._send_next()
         return Stage.WAIT
 
-    def _keep(self, bucket: LiveBucket) -> None:
-        """Packs the gradients of a backward that only accumulates; they stay on this rank."""
-        compiled = self.compiled
-        self.kept.add(bucket.spec.index)
-        try:
-            with compiled.observed(OpKind.PACK, bucket):
-                self._follow_streams(bucket)
-                bucket.pack_local()
-        except BaseException as error:
-            compiled.group.watch.fail(error)  # others may wait for the next synchronization
-            raise
-        with compiled.observed(OpKind.BIND, bucket):
-            bucket.bind_local()
-
     def _send_next(self) -> None:
         """Packs the next bucket, and starts its reduction."""
         compiled, bucket = self.compiled, self.compiled.buckets[self.num_sent]
@@ -212,37 +199,6 @@ class Round:
         except BaseException as error:
             compiled.group.watch.fail(error)  # others wait for this rank's message
             raise
-
-    def wait(self) -> Stage | None:
-        """Waits for the buckets, and binds `.grad` to them.
-
-        Sends gradients again that arrived late on any rank.
-        """
-        if self.kind is not RoundKind.ACCUMULATE:
-            for bucket in self.compiled.buckets:
-                with self.compiled.observed(OpKind.BIND, bucket):
-                    self._bind(bucket)
-        if self.kind is RoundKind.RETIRE or not self.found.readings:
-            return None
-        if self.found.reported(Fact.CHANGED, overdue=False):
-            return None  # all ranks raise: the ones that have changed send no late gradients
-        late_buckets = self.found.late_buckets
-        for index in late_buckets:
-            self.compiled.buckets[index].start_late(self.late.pop(index, {}))
-        return Stage.ADD_LATE if late_buckets else None
-
-    def add_late(self) -> None:
-        """Waits for these gradients, and adds them."""
-        for bucket in self.compiled.buckets:
-            self._note_nonfinite(bucket, bucket.finish_late(rescale=self.terms.rescale))
-        assert self.hooks is not None  # only a round of gradients gets here
-        self.hooks.arrivals.learn_repeats()
-
-    def _note_nonfinite(self, bucket: LiveBucket, bad: frozenset[int]) -> None:
-        """Notes positions whose reduced values are not finite."""
-        if bad:
-            found, index = self.found.nonfinite, bucket.spec.index
-            found[index] = bad | found.get(index, frozenset())
 
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
@@ -335,6 +291,38 @@ class Round:
             if late:
                 self.late[bucket.spec.index] = late
 
+    def _keep(self, bucket: LiveBucket) -> None:
+        """Packs the gradients of a backward that only accumulates; they stay on this rank."""
+        compiled = self.compiled
+        self.kept.add(bucket.spec.index)
+        try:
+            with compiled.observed(OpKind.PACK, bucket):
+                self._follow_streams(bucket)
+                bucket.pack_local()
+        except BaseException as error:
+            compiled.group.watch.fail(error)  # others may wait for the next synchronization
+            raise
+        with compiled.observed(OpKind.BIND, bucket):
+            bucket.bind_local()
+
+    def wait(self) -> Stage | None:
+        """Waits for the buckets, and binds `.grad` to them.
+
+        Sends gradients again that arrived late on any rank.
+        """
+        if self.kind is not RoundKind.ACCUMULATE:
+            for bucket in self.compiled.buckets:
+                with self.compiled.observed(OpKind.BIND, bucket):
+                    self._bind(bucket)
+        if self.kind is RoundKind.RETIRE or not self.found.readings:
+            return None
+        if self.found.reported(Fact.CHANGED, overdue=False):
+            return None  # all ranks raise: the ones that have changed send no late gradients
+        late_buckets = self.found.late_buckets
+        for index in late_buckets:
+            self.compiled.buckets[index].start_late(self.late.pop(index, {}))
+        return Stage.ADD_LATE if late_buckets else None
+
     def _bind(self, bucket: LiveBucket) -> None:
         with self.compiled.group.watch.waiting(bucket.label):
             bucket.finish()
@@ -344,16 +332,8 @@ class Round:
             reading = self._read_trailer(bucket)
             is_retired = self.kind is RoundKind.RETIRE
             used = frozenset[int]() if reading is None or is_retired else reading.used
-            # A parameter that no rank has used keeps its gradient, whatever a hook returns for it.
-            kept = frozenset(self.found.unused[bucket.spec.index]) - used
-            bad = bucket.bad_results()
-            self._note_nonfinite(bucket, bad - kept)
-            if bad - kept:
-                hook = self.compiled.reducer.hook
-                assert hook is not None  # whose results these are
-                self.found.hook = hook.name
-            if bad & kept:
-                self.found.spoils_hook = True  # alike on all ranks
+            if self.compiled.reducer.hook is not None:
+                self._check_results(bucket, used, self.compiled.reducer.hook)
             bucket.gradients.bind(used)
 
     def _read_trailer(self, bucket: LiveBucket) -> Reading | None:
@@ -380,3 +360,29 @@ class Round:
             if reading.nonfinite:
                 found.nonfinite[index] = reading.nonfinite
         return reading
+
+    def _check_results(self, bucket: LiveBucket, used: frozenset[int], hook: CommHook) -> None:
+        """Notes results of the communication hook that are not finite; some rank has `used` these
+        positions."""
+        # A parameter that no rank has used keeps its gradient, whatever a hook returns for it.
+        kept = frozenset(self.found.unused[bucket.spec.index]) - used
+        bad = bucket.bad_results()
+        if bad - kept:
+            self._note_nonfinite(bucket, bad - kept)
+            self.found.hook = hook.name
+        if bad & kept:
+            self.found.spoils_hook = True  # alike on all ranks
+
+    def add_late(self) -> None:
+        """Waits for these gradients, and adds them."""
+        for bucket in self.compiled.buckets:
+            bad = bucket.finish_late(rescale=self.terms.rescale)
+            if bad:
+                self._note_nonfinite(bucket, bad)
+        assert self.hooks is not None  # only a round of gradients gets here
+        self.hooks.arrivals.learn_repeats()
+
+    def _note_nonfinite(self, bucket: LiveBucket, bad: frozenset[int]) -> None:
+        """Notes positions whose reduced values are not finite."""
+        found, index = self.found.nonfinite, bucket.spec.index
+        found[index] = bad | found.get(index, frozenset())

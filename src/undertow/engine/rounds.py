@@ -28,7 +28,7 @@ from undertow.torch_private import private
 class Rounds:
     """Rounds one after the other; `now` is the one under way.
 
-        begin ──> end_backward ──> send ──> wait, bind ──> _judge
+        begin ──> post_backward: send ──> wait, bind ──> _judge
                   └─ if the plan changes: tell of it ──> hear of it, rebuild ──> send ──> ...
 
     `advance` runs the next `Stage`, and `finish` all that are left. `end` detects the end of the
@@ -105,11 +105,12 @@ class Rounds:
             is_read_at_once=is_read_at_once,
         )
 
-    def end_backward(self, ending: Round) -> None:
-        """Called when its backward has ended: chooses the first stage."""
+    def post_backward(self, ending: Round) -> None:
+        """Called when its backward has ended: runs the first stage."""
         self._recorder.backward_ends()
         ending.stage = Stage.SEND if ending.has_started else Stage.START
         ending.has_ended = True
+        self.advance(ending)
 
     def advance(self, ending: Round) -> None:
         """Runs the next stage, and concludes the round after the last one; an error ends it."""
@@ -381,7 +382,7 @@ class Rounds:
         self._progress.gradients = Gradients.INCOMPLETE
         params = self._current_plan.all_params()
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
-            self.end_backward(failed)
+            self.post_backward(failed)
             self.finish()
         if failed.has_failed:  # after gradients are back: a plan may be moved
             self._round_has_failed(failed)
