@@ -220,7 +220,6 @@ class Rounds:
         self._progress.unused.round_ends(unused, hooks.named_params, is_last=ended.is_last)
         if not ended.has_failed:
             hooks.arrived_before.clear()
-            self._progress.is_averaged()
             current_plan.is_stale = True
         if ended.compiled.has_formats:
             ended.compiled.reducer.lost.round_ends()
