@@ -1,4 +1,4 @@
-"""The events of a step that torch's hooks tell. Each hook is registered once for a model:
+"""The events of a step that torch's hooks report. Each hook is registered once for a model:
 
 event                    hook                                              registered
 step_begins              before the step of any optimizer                  always
