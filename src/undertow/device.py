@@ -19,7 +19,6 @@ class Host:
 
     is_host: ClassVar = True
     record: ClassVar[None] = None  # no stream needs an event
-    stream_of: ClassVar[None] = None
 
     def __init__(self, place: torch.device) -> None:
         self.place = place  # to make tensors on

@@ -166,8 +166,6 @@ class LiveBucket:
     def bad_results(self) -> frozenset[int]:
         """Returns the positions that are not finite after a communication hook, if the settings ask
         for that: the hook may remember an earlier gradient that was not."""
-        if self._reducer.hook is None:
-            return frozenset()
         return self._not_finite(self.gradients.values())
 
     def _not_finite(self, values: Sequence[Tensor]) -> frozenset[int]:

@@ -1,4 +1,5 @@
-"""Follows the gradients of a synchronization as they arrive: which buckets are full.
+"""Follows a backward: its gradients as they arrive, the buckets that are full, its end, and whose
+turn it is then to wait.
 
 Reasons: docs/design/backward.md.
 """
@@ -6,14 +7,17 @@ Reasons: docs/design/backward.md.
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from undertow.device import Accelerator
 from undertow.torch_private import private
 
 _NO_BACKWARD = -2
@@ -24,6 +28,8 @@ class BackwardListener(ABC):
 
     These modules cannot name that class, because it is made of them.
     """
+
+    turn: WaitTurn
 
     @abstractmethod
     def first_gradient_arrives(self, task: int) -> None:
@@ -39,7 +45,7 @@ class BackwardListener(ABC):
         """Called with a gradient of a parameter that the plan does not have."""
 
     @abstractmethod
-    def backward_ends(self) -> None:
+    def post_backward(self) -> None:
         """Called at the end of the outermost of nested backwards."""
 
     @abstractmethod
@@ -53,6 +59,7 @@ class BucketArrivals:
     __slots__ = (
         "arrivals",
         "counts_from",
+        "device",
         "index",
         "is_full",
         "known",
@@ -60,7 +67,6 @@ class BucketArrivals:
         "num_known",
         "params",
         "seen",
-        "stream_of",
         "streams",
     )
 
@@ -69,7 +75,7 @@ class BucketArrivals:
         arrivals: Arrivals,
         index: int,
         params: Sequence[int],
-        stream_of: Callable[[Any], object] | None,
+        device: Accelerator | None,
     ) -> None:
         self.arrivals = arrivals
         self.index = index
@@ -80,7 +86,7 @@ class BucketArrivals:
         self.num_known = 0  # arrivals that are counted
         self.num_awaited = 0  # arrivals that it waits for, with expected repeats
         self.is_full = False
-        self.stream_of: Any = stream_of
+        self.device: Any = device  # None on a host
         self.streams: set[Any] = set()  # of a device: those that gradients arrived on
 
     # If a backward is compiled with the code around it, so are the Python functions that it calls
@@ -99,13 +105,13 @@ class BucketArrivals:
     def arrive_on_stream(self, param: object) -> None:
         """The hook on a device: autograd makes each gradient on the stream of its parameter's
         forward, and no other one has waited for that."""
-        self.streams.add(self.stream_of(param))
+        self.streams.add(self.device.stream_of(param))
         self.arrive(param)
 
     @property
     def hook(self) -> Callable[[Any], None]:
         """The hook to register on each parameter of the bucket."""
-        return self.arrive if self.stream_of is None else self.arrive_on_stream
+        return self.arrive if self.device is None else self.arrive_on_stream
 
     def num_counted(self) -> int:
         """Returns the number of arrivals, without those that were repeated more often than
@@ -142,9 +148,9 @@ class Arrivals:
     parameter when its gradient arrives. Buckets of different devices fill in different threads,
     which wait for one another.
 
-    `backward_id` distinguishes one backward from another. If it has changed when the first gradient
-    of a bucket arrives, after a reset or `forget_backward`, the engine is told of that first.
-    `stream_of(param)` is the stream that its gradient arrives on; None on a host.
+    If the first gradient of a bucket, after a reset or `forget_backward`, belongs to another
+    backward than the gradients before it, the engine is told of that first. On a `device`, each
+    gradient arrives on a stream; without one, parameters are on the host.
     """
 
     def __init__(
@@ -153,8 +159,7 @@ class Arrivals:
         params: Sequence[object],
         *,
         engine: BackwardListener,
-        backward_id: Callable[[], int],
-        stream_of: Callable[[Any], object] | None = None,
+        device: Accelerator | None = None,
     ) -> None:
         self.engine = engine
         self.is_closed = False
@@ -162,22 +167,18 @@ class Arrivals:
         self.at_each: Callable[[int], object] | None = None
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter
-        self._backward_id = backward_id
         self._last_backward = _NO_BACKWARD
+        self._device = device
         self._params = tuple(params)
         self.index_of = {id(param): index for index, param in enumerate(self._params)}
-        self.regroup(params_of_bucket, stream_of)
+        self.regroup(params_of_bucket)
 
-    def regroup(
-        self,
-        params_of_bucket: Sequence[Sequence[int]],
-        stream_of: Callable[[Any], object] | None = None,
-    ) -> None:
+    def regroup(self, params_of_bucket: Sequence[Sequence[int]]) -> None:
         """Switches to other buckets of the same parameters, with other hooks, and resets."""
         self.buckets: list[BucketArrivals] = []
         bucket_of: dict[int, BucketArrivals] = {}
         for index, params in enumerate(params_of_bucket):
-            bucket = BucketArrivals(self, index, params, stream_of)
+            bucket = BucketArrivals(self, index, params, self._device)
             self.buckets.append(bucket)
             bucket_of.update(dict.fromkeys(params, bucket))
         self.bucket_of = [bucket_of[param] for param in range(len(self._params))]
@@ -213,7 +214,7 @@ class Arrivals:
             index, bucket_of = self.index_of.get(id(param)), self.bucket_of
             if index is None:
                 return  # a hook of the user's has returned it, which torch is about to refuse
-            backward = self._backward_id()
+            backward = private.graph_task_id()
             if backward != self._last_backward:
                 self._last_backward = backward
                 self.engine.first_gradient_arrives(backward)
@@ -272,3 +273,103 @@ class Arrivals:
         """
         counts = [count for bucket in self.buckets for count in bucket.counts().items()]
         self.expected_repeats = Counter({index: count - 1 for index, count in counts if count > 1})
+
+
+class OutermostEnd:
+    """Tells the `engine` of the end of the outermost of nested backwards; a reentrant checkpoint
+    runs one inside another.
+
+    Also tells it when a watched backward is gone, which it may be before its end: an exception has
+    ended it.
+    """
+
+    def __init__(self, engine: BackwardListener) -> None:
+        self.engine = engine
+        self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
+
+    @property
+    def is_coming(self) -> bool:
+        """True if a watched backward still runs.
+
+        A backward that an exception has ended does not, and never reaches its end.
+        """
+        return any(watch() is not None for watch in self._watches.values())
+
+    def watch(self, task: int) -> None:
+        """Called from a hook that runs in backward `task`; once per task is enough."""
+        if task not in self._watches:
+            end = _BackwardEnd(self)
+            self._watches[task] = weakref.ref(end, lambda _: self.engine.backward_is_gone())
+            private.call_after_backward(end.comes)
+
+    def forget(self) -> None:
+        """Forgets the backwards of this round, including those that an exception ended."""
+        self._watches.clear()
+
+
+class _BackwardEnd:
+    """The end of one backward, which calls it.
+
+    Only that backward holds it, so it is gone as soon as the backward is.
+    """
+
+    __slots__ = ("__weakref__", "_outermost")
+
+    def __init__(self, outermost: OutermostEnd) -> None:
+        self._outermost = outermost
+
+    @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
+    def comes(self) -> None:
+        """The callback after the backward."""
+        node = private.enclosing_node()
+        if node is None:
+            self._outermost.engine.post_backward()
+            return
+
+        # If that node raises, the end never comes, although this object may stay alive.
+        self._outermost.engine.backward_is_gone()
+
+        # The task ran inside a node of an outer one: when that node is done, wait for the end of
+        # the outer task.
+        def climb(*_gradients: object) -> None:  # holds this object until then
+            handle.remove()
+            self._outermost.watch(private.graph_task_id())
+
+        handle = node.register_hook(climb)
+
+
+class WaitTurn:
+    """The turn of an engine to wait after a backward: engines wait in the order of their
+    construction.
+
+    One backward may reach them in another order on another rank, and some waits need calls of all
+    ranks: a rebuild, and the comparison of a change that only some ranks have found.
+    """
+
+    _numbers: ClassVar[Iterator[int]] = count()
+    # By the number of an engine that waits, the backward after which it does.
+    _waiting: ClassVar[dict[int, int]] = {}
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)  # in the order of construction
+
+    def begins(self) -> None:
+        """Called when a backward ends, before any engine waits."""
+        self._waiting[self.number] = private.graph_task_id()
+
+    def ends(self) -> None:
+        """Called when the round of that backward has ended.
+
+        Need not be called after an error: torch never gives another backward the same id.
+        """
+        self._waiting.pop(self.number, None)
+
+    @property
+    def has_come(self) -> bool:
+        """True unless an engine that was made earlier still waits after this backward."""
+        this = private.graph_task_id()
+        # Another thread may run a backward, and change these: a copy runs no Python code.
+        for number, backward in self._waiting.copy().items():
+            if number < self.number and backward == this:
+                return False
+        return True

@@ -1,4 +1,4 @@
-"""The engine's part when forwards run, optimizers step, scalers unscale, and states are loaded.
+"""The engine's part when optimizers step, scalers unscale, and states are loaded.
 
 An optimizer that holds a synchronized parameter must not step on gradients that are not
 synchronized yet, and a scaler that unscales before it steps must not read them.
@@ -18,7 +18,7 @@ from undertow.engine import agreed_errors
 from undertow.engine.engine import Engine
 from undertow.engine.nonfinite import Arguments, after_closure
 from undertow.engine.progress import Accumulated, Gradients, params_of
-from undertow.engine.step_events import StepListener, has_closure, is_outermost_forward
+from undertow.engine.step_events import StepListener, has_closure
 from undertow.engine.step_settings import settings_of
 from undertow.errors import PhaseError
 from undertow.schedule import DDP
@@ -32,14 +32,6 @@ class BeforeSteps(StepListener):
         self._engine, self._current_plan = engine, engine.current_plan
         self._strategy, self._has_replicas = config.strategy, config.outer is not None
         self._takes_any = config.strategy in (None, DDP.name)  # a plain optimizer may step
-
-    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
-        if self._current_plan.is_active and (is_training or is_outermost_forward()):
-            self._engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
-
-    def forward_ends(self) -> None:
-        if not self._engine.is_closed and is_outermost_forward():
-            self._engine.forward_ends()
 
     def step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -6,10 +6,10 @@ Reasons: docs/design/buckets.md.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +29,9 @@ from undertow.schedule import Op, OpKind, Strategy, lower_data_parallel
 from undertow.torch_private import private
 from undertow.wire import WIRES
 
-Act: TypeAlias = tuple[OpKind, Callable[[LiveBucket], object]]
-
 _LEAST_CUT_BYTES = 1024 * 1024  # torch cuts no smaller graphs
 _NUM_ROUNDS_READ_AT_ONCE = 2  # on a device, where the host waits for it
+_UNOBSERVED = nullcontext()
 
 
 class CompiledPlan:
@@ -167,36 +166,23 @@ class CompiledPlan:
         """
         return self._num_rounds <= _NUM_ROUNDS_READ_AT_ONCE
 
-    def run(self, *acts: Act, bucket: LiveBucket) -> None:
-        """Calls `function(bucket)` for each (kind, function), an op that packs, sends, binds or
-        gathers.
+    def observed(self, kind: OpKind, bucket: LiveBucket) -> AbstractContextManager[object]:
+        """Context around an op that packs, sends, binds or gathers: tests can watch ops, and
+        torch's profiler shows them."""
+        if self.recorder.observer is None and not self.is_profiling:
+            return _UNOBSERVED
+        return self._observed(self._ops[kind, bucket.spec.index])
 
-        Tests can watch ops, and torch's profiler shows them. If an op fails, all ranks learn of it:
-        others wait for its message, unless it only binds.
-        """
-        is_observed = self.recorder.observer is not None or self.is_profiling
-        for kind, function in acts:
-            try:
-                if is_observed:
-                    self._run_observed(kind, function, bucket)
-                else:
-                    function(bucket)
-            except BaseException as error:
-                if kind is not OpKind.BIND:
-                    self.group.watch.fail(error)
-                raise
-
-    def _run_observed(
-        self, kind: OpKind, function: Callable[[LiveBucket], object], bucket: LiveBucket
-    ) -> None:
-        op, observer = self._ops[kind, bucket.spec.index], self.recorder.observer
+    @contextmanager
+    def _observed(self, op: Op) -> Iterator[None]:
+        observer = self.recorder.observer
         with (
             torch.profiler.record_function(f"undertow.{op.label}")
             if self.is_profiling
-            else nullcontext(),
-            nullcontext() if observer is None else observer(op),
+            else _UNOBSERVED,
+            _UNOBSERVED if observer is None else observer(op),
         ):
-            function(bucket)
+            yield
 
     @cached_property
     def _ops(self) -> dict[tuple[OpKind, int | None], Op]:

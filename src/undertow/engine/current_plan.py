@@ -32,7 +32,6 @@ from undertow.engine.hooks import (
 )
 from undertow.engine.params import ModuleParams
 from undertow.engine.tuning import Tuning, order_of
-from undertow.engine.wait_turn import WaitTurn
 from undertow.errors import PhaseError, require
 from undertow.mesh.axes import are_even, require_distributed_before, require_fits
 from undertow.mesh.local_tensors import KeptPlacements, local_params, local_tensor
@@ -88,7 +87,6 @@ class CurrentPlan:
     ) -> None:
         self.members, self.group = members, group
         self._recorder, self._engine = recorder, engine
-        self.turn = WaitTurn()
         self.change: Change | None = None
         # by id, parameters that have left the plan, and whose names others have now
         self.replaced: dict[int, weakref.ref[Tensor]] = {}
@@ -408,7 +406,7 @@ class CurrentPlan:
                     self._recorder,
                     change.reducer,
                     None if is_observed else order_of(compiled.plan),
-                    number=self.turn.number,
+                    number=self._engine.turn.number,
                     earlier=None if before is None else self.hooks.tuning,
                 )
         self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active

@@ -16,7 +16,7 @@ from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.recorder import Recorder
 from undertow.config import SyncConfig
 from undertow.engine import agreed_errors
-from undertow.engine.arrivals import BackwardListener
+from undertow.engine.arrivals import BackwardListener, OutermostEnd, WaitTurn
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import is_watched
@@ -24,7 +24,7 @@ from undertow.engine.moves import Moves
 from undertow.engine.params import ModuleParams
 from undertow.engine.progress import Accumulated, Forward, Gradients, Progress
 from undertow.engine.round import RoundKind
-from undertow.engine.rounds import OutermostEnd, Rounds
+from undertow.engine.rounds import Rounds
 from undertow.errors import UndertowError, all_of
 from undertow.ranks.transport import OwnGroup
 from undertow.torch_private import private
@@ -37,7 +37,7 @@ class Engine(BackwardListener):
     under way at a time.
 
         first gradient ──> begin_round ──> hooks fill buckets ──> the outermost backward ends:
-        backward_ends sends ──> _wait_after_others waits, and binds `.grad`
+        post_backward sends ──> _finalize_backward waits, and binds `.grad`
 
     `Rounds` has the work of a round. With several engines in one backward, every engine sends
     before any of them waits.
@@ -53,7 +53,7 @@ class Engine(BackwardListener):
         progress = self.progress = Progress()
         # Called by other threads, which must not keep the engine alive.
         group.here.steps = lambda: (progress.num_rounds, progress.has_begun)
-        self._end = OutermostEnd(self)
+        self._end, self.turn = OutermostEnd(self), WaitTurn()
         self.current_plan = CurrentPlan(members, group, config, recorder, self)
         self.siblings: SiblingEngines  # from `take_part_with` on
         self.checks = Checks(self.current_plan, config)
@@ -249,34 +249,33 @@ class Engine(BackwardListener):
         """Makes the next gradient look whether there is a round: this backward may have failed."""
         self.current_plan.hooks.arrivals.forget_backward()
 
-    def backward_ends(self) -> None:
+    def post_backward(self) -> None:
         """Sends the remaining buckets: parameters without a gradient are unused here."""
         ending = self.rounds.now
         if ending is None or ending.has_ended:
             return  # a nested backward has reached the outermost end too
-        self.rounds.end_backward(ending)
-        self.rounds.advance(ending)
+        self.rounds.post_backward(ending)
         if private.graph_task_id() != -1:
-            self.current_plan.turn.begins()
-            private.call_after_backward(self._wait_after_others)
+            self.turn.begins()
+            private.call_after_backward(self._finalize_backward)
 
     @private.left_alone
-    def _wait_after_others(self) -> None:
-        """Called after the callbacks of all other engines.
+    def _finalize_backward(self) -> None:
+        """Waits, and binds `.grad`. Called after the callbacks of all other engines.
 
         With several models in one backward all launch, then all wait, each until its turn.
         """
-        ending, turn = self.rounds.now, self.current_plan.turn
-        if ending is not None and ending.stage is not None and turn.has_come:
+        ending = self.rounds.now
+        if ending is not None and ending.stage is not None and self.turn.has_come:
             try:
                 self.rounds.advance(ending)
             except BaseException:
                 self.siblings.finish_rounds()
                 raise
         if ending is None or ending.stage is None:
-            turn.ends()
+            self.turn.ends()
         else:
-            private.call_after_backward(self._wait_after_others)
+            private.call_after_backward(self._finalize_backward)
 
     # Calls of users, and of the object that they hold.
 
@@ -348,7 +347,7 @@ class Engine(BackwardListener):
         if self.current_plan.is_active:
             with gradients_aside(self.current_plan.all_params()):
                 self.rounds.begin(RoundKind.SHADOW, is_last=not self.is_accumulating)
-                self.backward_ends()
+                self.post_backward()
                 self.rounds.finish()
 
     def close(self) -> None:
@@ -370,7 +369,7 @@ class Engine(BackwardListener):
             raise agreed_errors.synchronized_already(self.progress.num_rounds)
         self.current_plan.find_change()
         self.rounds.begin(RoundKind.REDUCE, is_last=not self.is_accumulating, op=op)
-        self.backward_ends()
+        self.post_backward()
 
 
 class SiblingEngines:

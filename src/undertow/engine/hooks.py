@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from undertow.device import Device
+from undertow.device import Accelerator, Device
 from undertow.engine.arrivals import Arrivals, BackwardListener
 from undertow.engine.tuning import Tuning
 from undertow.mesh.local_tensors import KeptPlacements
@@ -79,13 +79,11 @@ class ParamHooks:
     ) -> None:
         self.named_params = tuple(named_params)
         self.ids = frozenset(id(param) for _, param in named_params)
-        self._stream_of = device.stream_of
         self.arrivals = Arrivals(
             [bucket.params for bucket in plan.buckets],
             self.params,
             engine=engine,
-            backward_id=private.graph_task_id,
-            stream_of=self._stream_of,
+            device=device if isinstance(device, Accelerator) else None,
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
         # By id, parameters outside of the plan that have got a gradient, and the last backward that
@@ -144,7 +142,7 @@ class ParamHooks:
 
     def regroup(self, plan: Plan) -> None:
         """Switches to the buckets of another plan."""
-        self.arrivals.regroup([bucket.params for bucket in plan.buckets], self._stream_of)
+        self.arrivals.regroup([bucket.params for bucket in plan.buckets])
         if self._registered:
             self.register()
 

@@ -201,6 +201,8 @@ class Progress:
         self.are_buffers_due = is_last
         self.has_accumulated = (self.has_accumulated and has_failed) or not is_last
         self.steps.round_ends()
+        if not has_failed:
+            self.is_averaged()
 
     def optimizer_steps(
         self,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from undertow.buckets.bucket import LiveBucket
+from undertow.buckets.comm_hook import CommHook
 from undertow.buckets.facts import Facts, Reading
 from undertow.device import Accelerator
 from undertow.engine.compiled import CompiledPlan
@@ -179,54 +180,24 @@ class Round:
                 self._send_next()
         return Stage.WAIT
 
-    def _keep(self, bucket: LiveBucket) -> None:
-        """Packs the gradients of a backward that only accumulates; they stay on this rank."""
-        self.kept.add(bucket.spec.index)
-        packs, binds = (OpKind.PACK, self._pack_local), (OpKind.BIND, LiveBucket.bind_local)
-        self.compiled.run(packs, binds, bucket=bucket)
-
     def _send_next(self) -> None:
+        """Packs the next bucket, and starts its reduction."""
         compiled, bucket = self.compiled, self.compiled.buckets[self.num_sent]
         self.num_sent += 1
         compiled.group.watch.check()
-        packs, sends = (OpKind.PACK, self._pack), (bucket.kind, self._launch)
-        compiled.run(packs, sends, bucket=bucket)
-        if compiled.strategy.crossing is not None:
-            compiled.run((compiled.strategy.crossing, self._launch_across), bucket=bucket)
-
-    def wait(self) -> Stage | None:
-        """Waits for the buckets, and binds `.grad` to them.
-
-        Sends gradients again that arrived late on any rank.
-        """
-        if self.kind is not RoundKind.ACCUMULATE:
-            for bucket in self.compiled.buckets:
-                self.compiled.run((OpKind.BIND, self._bind), bucket=bucket)
-        if self.kind is RoundKind.RETIRE or not self.found.readings:
-            return None
-        if self.found.reported(Fact.CHANGED, overdue=False):
-            return None  # all ranks raise: the ones that have changed send no late gradients
-        late_buckets = self.found.late_buckets
-        for index in late_buckets:
-            self.compiled.buckets[index].start_late(self.late.pop(index, {}))
-        return Stage.ADD_LATE if late_buckets else None
-
-    def add_late(self) -> None:
-        """Waits for these gradients, and adds them."""
-        for bucket in self.compiled.buckets:
-            self._note_nonfinite(bucket, bucket.finish_late(rescale=self.terms.rescale))
-        assert self.hooks is not None  # only a round of gradients gets here
-        self.hooks.arrivals.learn_repeats()
-
-    def _note_nonfinite(self, bucket: LiveBucket, bad: frozenset[int]) -> None:
-        """Notes positions whose reduced values are not finite."""
-        if bad:
-            found, index = self.found.nonfinite, bucket.spec.index
-            found[index] = bad | found.get(index, frozenset())
-
-    def _pack_local(self, bucket: LiveBucket) -> None:
-        self._follow_streams(bucket)
-        bucket.pack_local()
+        try:
+            with compiled.observed(OpKind.PACK, bucket):
+                self._pack(bucket)
+            with compiled.observed(bucket.kind, bucket):
+                bucket.start(compiled.turns.now)
+                compiled.group.makes_call(bucket.label)
+            crossing = compiled.strategy.crossing
+            if crossing is not None:
+                with compiled.observed(crossing, bucket):
+                    bucket.start_across(compiled.turns.now)
+        except BaseException as error:
+            compiled.group.watch.fail(error)  # others wait for this rank's message
+            raise
 
     def _pack(self, bucket: LiveBucket) -> None:
         spec = bucket.spec
@@ -280,14 +251,6 @@ class Round:
             return range(len(spec.params))
         return self.hooks.not_arrived(spec.params, self.hooks.arrivals.missing(spec.index))
 
-    def _launch(self, bucket: LiveBucket) -> None:
-        bucket.start(self.compiled.turns.now)
-        self.compiled.group.makes_call(bucket.label)
-
-    def _launch_across(self, bucket: LiveBucket) -> None:
-        """Sends a shard over the second axis of a mesh."""
-        bucket.start_across(self.compiled.turns.now)
-
     def _own_facts(self) -> Facts:
         # No `.grad` holds anything except late gradients, from autograd or written by some
         # function, which no hook reports. This includes the last bucket, just packed.
@@ -327,6 +290,38 @@ class Round:
             if late:
                 self.late[bucket.spec.index] = late
 
+    def _keep(self, bucket: LiveBucket) -> None:
+        """Packs the gradients of a backward that only accumulates; they stay on this rank."""
+        compiled = self.compiled
+        self.kept.add(bucket.spec.index)
+        try:
+            with compiled.observed(OpKind.PACK, bucket):
+                self._follow_streams(bucket)
+                bucket.pack_local()
+        except BaseException as error:
+            compiled.group.watch.fail(error)  # others may wait for the next synchronization
+            raise
+        with compiled.observed(OpKind.BIND, bucket):
+            bucket.bind_local()
+
+    def wait(self) -> Stage | None:
+        """Waits for the buckets, and binds `.grad` to them.
+
+        Sends gradients again that arrived late on any rank.
+        """
+        if self.kind is not RoundKind.ACCUMULATE:
+            for bucket in self.compiled.buckets:
+                with self.compiled.observed(OpKind.BIND, bucket):
+                    self._bind(bucket)
+        if self.kind is RoundKind.RETIRE or not self.found.readings:
+            return None
+        if self.found.reported(Fact.CHANGED, overdue=False):
+            return None  # all ranks raise: the ones that have changed send no late gradients
+        late_buckets = self.found.late_buckets
+        for index in late_buckets:
+            self.compiled.buckets[index].start_late(self.late.pop(index, {}))
+        return Stage.ADD_LATE if late_buckets else None
+
     def _bind(self, bucket: LiveBucket) -> None:
         with self.compiled.group.watch.waiting(bucket.label):
             bucket.finish()
@@ -336,16 +331,8 @@ class Round:
             reading = self._read_trailer(bucket)
             is_retired = self.kind is RoundKind.RETIRE
             used = frozenset[int]() if reading is None or is_retired else reading.used
-            # A parameter that no rank has used keeps its gradient, whatever a hook returns for it.
-            kept = frozenset(self.found.unused[bucket.spec.index]) - used
-            bad = bucket.bad_results()
-            self._note_nonfinite(bucket, bad - kept)
-            if bad - kept:
-                hook = self.compiled.reducer.hook
-                assert hook is not None  # whose results these are
-                self.found.hook = hook.name
-            if bad & kept:
-                self.found.spoils_hook = True  # alike on all ranks
+            if self.compiled.reducer.hook is not None:
+                self._check_results(bucket, used, self.compiled.reducer.hook)
             bucket.gradients.bind(used)
 
     def _read_trailer(self, bucket: LiveBucket) -> Reading | None:
@@ -372,3 +359,29 @@ class Round:
             if reading.nonfinite:
                 found.nonfinite[index] = reading.nonfinite
         return reading
+
+    def _check_results(self, bucket: LiveBucket, used: frozenset[int], hook: CommHook) -> None:
+        """Notes results of the communication hook that are not finite; some rank has `used` these
+        positions."""
+        # A parameter that no rank has used keeps its gradient, whatever a hook returns for it.
+        kept = frozenset(self.found.unused[bucket.spec.index]) - used
+        bad = bucket.bad_results()
+        if bad - kept:
+            self._note_nonfinite(bucket, bad - kept)
+            self.found.hook = hook.name
+        if bad & kept:
+            self.found.spoils_hook = True  # alike on all ranks
+
+    def add_late(self) -> None:
+        """Waits for these gradients, and adds them."""
+        for bucket in self.compiled.buckets:
+            bad = bucket.finish_late(rescale=self.terms.rescale)
+            if bad:
+                self._note_nonfinite(bucket, bad)
+        assert self.hooks is not None  # only a round of gradients gets here
+        self.hooks.arrivals.learn_repeats()
+
+    def _note_nonfinite(self, bucket: LiveBucket, bad: frozenset[int]) -> None:
+        """Notes positions whose reduced values are not finite."""
+        found, index = self.found.nonfinite, bucket.spec.index
+        found[index] = bad | found.get(index, frozenset())

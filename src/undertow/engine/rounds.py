@@ -6,14 +6,13 @@ Reasons: docs/design/backward.md.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable
 from typing import assert_never
 
 from undertow.buckets.bucket import gradients_aside
 from undertow.buckets.recorder import Recorder
 from undertow.engine import agreed_errors
-from undertow.engine.arrivals import BackwardListener
+from undertow.engine.arrivals import OutermostEnd
 from undertow.engine.checks import Checks
 from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.hooks import users_hooks
@@ -29,7 +28,7 @@ from undertow.torch_private import private
 class Rounds:
     """Rounds one after the other; `now` is the one under way.
 
-        begin ──> end_backward ──> send ──> wait, bind ──> _judge
+        begin ──> post_backward: send ──> wait, bind ──> _judge
                   └─ if the plan changes: tell of it ──> hear of it, rebuild ──> send ──> ...
 
     `advance` runs the next `Stage`, and `finish` all that are left. `end` detects the end of the
@@ -106,11 +105,12 @@ class Rounds:
             is_read_at_once=is_read_at_once,
         )
 
-    def end_backward(self, ending: Round) -> None:
-        """Called when its backward has ended: chooses the first stage."""
+    def post_backward(self, ending: Round) -> None:
+        """Called when its backward has ended: runs the first stage."""
         self._recorder.backward_ends()
         ending.stage = Stage.SEND if ending.has_started else Stage.START
         ending.has_ended = True
+        self.advance(ending)
 
     def advance(self, ending: Round) -> None:
         """Runs the next stage, and concludes the round after the last one; an error ends it."""
@@ -220,7 +220,6 @@ class Rounds:
         self._progress.unused.round_ends(unused, hooks.named_params, is_last=ended.is_last)
         if not ended.has_failed:
             hooks.arrived_before.clear()
-            self._progress.is_averaged()
             current_plan.is_stale = True
         if ended.compiled.has_formats:
             ended.compiled.reducer.lost.round_ends()
@@ -382,69 +381,7 @@ class Rounds:
         self._progress.gradients = Gradients.INCOMPLETE
         params = self._current_plan.all_params()
         with gradients_aside(params) if failed.has_failed else contextlib.nullcontext():
-            self.end_backward(failed)
+            self.post_backward(failed)
             self.finish()
         if failed.has_failed:  # after gradients are back: a plan may be moved
             self._round_has_failed(failed)
-
-
-class OutermostEnd:
-    """Tells the `engine` of the end of the outermost of nested backwards; a reentrant checkpoint
-    runs one inside another.
-
-    Also tells it when a watched backward is gone, which it may be before its end: an exception has
-    ended it.
-    """
-
-    def __init__(self, engine: BackwardListener) -> None:
-        self.engine = engine
-        self._watches: dict[int, weakref.ref[_BackwardEnd]] = {}  # by backward
-
-    @property
-    def is_coming(self) -> bool:
-        """True if a watched backward still runs.
-
-        A backward that an exception has ended does not, and never reaches its end.
-        """
-        return any(watch() is not None for watch in self._watches.values())
-
-    def watch(self, task: int) -> None:
-        """Called from a hook that runs in backward `task`; once per task is enough."""
-        if task not in self._watches:
-            watch = _BackwardEnd(self)
-            self._watches[task] = weakref.ref(watch, lambda _: self.engine.backward_is_gone())
-            private.call_after_backward(watch)
-
-    def forget(self) -> None:
-        """Forgets the backwards of this round, including those that an exception ended."""
-        self._watches.clear()
-
-
-class _BackwardEnd:
-    """The callback at the end of a backward.
-
-    Only that backward holds it, so it is gone as soon as the backward is.
-    """
-
-    __slots__ = ("__weakref__", "_outermost")
-
-    def __init__(self, outermost: OutermostEnd) -> None:
-        self._outermost = outermost
-
-    @private.left_alone  # if a whole step is compiled, so are the hooks of its backward
-    def __call__(self) -> None:
-        node = private.enclosing_node()
-        if node is None:
-            self._outermost.engine.backward_ends()
-            return
-
-        # If that node raises, the end never comes, although this object may stay alive.
-        self._outermost.engine.backward_is_gone()
-
-        # The task ran inside a node of an outer one: when that node is done, wait for the end of
-        # the outer task.
-        def climb(*_gradients: object) -> None:  # holds this object until then
-            handle.remove()
-            self._outermost.watch(private.graph_task_id())
-
-        handle = node.register_hook(climb)

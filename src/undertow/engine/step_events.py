@@ -1,7 +1,6 @@
-"""The events of a step outside of backward. Each of torch's hooks is registered once for a model:
+"""The events of a step that torch's hooks report. Each hook is registered once for a model:
 
 event                    hook                                              registered
-forward_begins, _ends    none: the owner calls, which watches forwards     by the owner
 step_begins              before the step of any optimizer                  always
 step_ends                after it                                          on demand
 unscaling_begins, _ends  around a GradScaler's look at the gradients       always
@@ -33,12 +32,6 @@ class StepListener:
     Its methods do nothing. The optimizers are all of this process, of other models too.
     """
 
-    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
-        """Called before every forward of the whole module, also of an evaluation."""
-
-    def forward_ends(self) -> None:
-        """Called after it, also if it has raised."""
-
     def step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
@@ -67,7 +60,7 @@ class StepListener:
 
 class StepEvents:
     """Tells `listeners` of the events of a step, in the order in which they have subscribed, until
-    `close`. The end of a forward is told in the opposite order."""
+    `close`."""
 
     def __init__(self) -> None:
         self._listeners: list[StepListener] = []
@@ -96,14 +89,6 @@ class StepEvents:
     def close(self) -> None:
         """Removes the hooks."""
         self._hooks.close()
-
-    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
-        for listener in self._listeners:
-            listener.forward_begins(is_training=is_training, is_compiled=is_compiled)
-
-    def forward_ends(self) -> None:
-        for listener in reversed(self._listeners):
-            listener.forward_ends()
 
     def step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

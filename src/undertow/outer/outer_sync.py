@@ -302,10 +302,10 @@ class OuterSync(StepListener):
 
     # A step.
 
-    def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
-        if is_training:
-            self._begins(may_have_stepped=self._steps.has_forward)
-            self._steps.forward_begins()
+    def forward_begins(self) -> None:
+        """Called before every training forward of the module."""
+        self._begins(may_have_stepped=self._steps.has_forward)
+        self._steps.forward_begins()
 
     def step_begins(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -328,14 +328,16 @@ class ShardedSteps(StepListener):
                     flat.publish()
                 flat.copy_out()
             return
+        compiled = self._engine.current_plan.compiled
         try:
-            compiled = self._engine.current_plan.compiled
             compiled.group.watch.check()
-            gathers = OpKind.ALL_GATHER, sharding.gathers.launch
             for index in sorted(buckets, reverse=True):  # in the order of the next forward
-                compiled.run(gathers, bucket=compiled.buckets[index])
-        except BaseException:
+                live = compiled.buckets[index]
+                with compiled.observed(OpKind.ALL_GATHER, live):
+                    sharding.gathers.launch(live)
+        except BaseException as error:
             sharding.gathers.are_cut_off(buckets)
+            compiled.group.watch.fail(error)  # others wait for this rank's message
             raise
 
     def unscaling_begins(self, optimizer: Optimizer) -> None:
@@ -374,11 +376,13 @@ class ShardedSteps(StepListener):
             )
 
     def forward_begins(self, *, is_training: bool, is_compiled: bool) -> None:
+        """Called before every forward of the module, also of an evaluation."""
         self._is_compiled |= is_compiled
         if self.sharding is not None and (is_compiled or not is_training or not self._hooks):
             self.sharding.gathers.wait_for_all()
 
     def forward_ends(self) -> None:
+        """Called after it, also if it has raised."""
         # This increments versions, so autograd detects a parameter that was read too early.
         if self.sharding is not None:
             self.sharding.gathers.wait_for_all()

@@ -280,14 +280,14 @@ class GroupSync:
         Starts a step and, unless `buffers_follow` is None, copies the buffers of that rank.
         """
         self.is_compiled |= is_compiled
-        engine = self.engine
-        is_training = is_outermost_forward() and self.module.training
+        engine, is_outermost = self.engine, is_outermost_forward()
+        is_training = is_outermost and self.module.training
         if engine.is_closed:
             if is_training and not self._is_averaged_elsewhere():
                 self.require_open("a training forward")
             return
-        is_synchronized = is_training and engine.current_plan.is_active
-        if is_synchronized and private.is_rpc_running() and private.is_in_rpc_context():
+        is_active = engine.current_plan.is_active
+        if is_training and is_active and private.is_rpc_running() and private.is_in_rpc_context():
             raise PhaseError(
                 "gradients of torch.distributed.rpc are not averaged: a context of distributed "
                 "autograd keeps them instead of `.grad`.",
@@ -295,11 +295,23 @@ class GroupSync:
                 remedy="Run the forward outside of the context, or use torch's "
                 "DistributedDataParallel.",
             )
-        self.events.forward_begins(is_training=is_training, is_compiled=is_compiled)
+        if is_outermost and is_active:
+            engine.forward_begins(is_training=is_training, is_compiled=is_compiled)
+        if self.outer is not None and is_training:
+            self.outer.forward_begins()
+        if self.sharded_steps is not None:
+            self.sharded_steps.forward_begins(is_training=is_training, is_compiled=is_compiled)
         if not is_training or buffers_follow is None:
             return
         if self.has_buffers or not self.group.is_open:
             self.synchronize_buffers(source=buffers_follow)
+
+    def forward_ends(self) -> None:
+        """Called after each forward of the module, also if it has raised."""
+        if self.sharded_steps is not None:
+            self.sharded_steps.forward_ends()
+        if is_outermost_forward() and not self.engine.is_closed:
+            self.engine.forward_ends()
 
     def _is_averaged_elsewhere(self) -> bool:
         """Returns True in a step that a forward of a newer wrapper of all trained parameters has

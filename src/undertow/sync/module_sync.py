@@ -124,9 +124,9 @@ class ModuleSync:
     @private.untraced
     def forward_ends(self) -> None:
         """Called after each forward of the module."""
-        self.own.events.forward_ends()
+        self.own.forward_ends()
         for expert in self.experts:
-            expert.own.events.forward_ends()
+            expert.own.forward_ends()
 
     # The end.
 

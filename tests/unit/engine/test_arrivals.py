@@ -3,7 +3,9 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from undertow.engine.arrivals import Arrivals, BackwardListener
 from undertow.plan import Plan
 from undertow.schedule import Op, OpKind, Releases, Schedule, lower_data_parallel
 from undertow.schedule.op import EXTERNAL
+from undertow.torch_private import private
 
 BY_BUCKET = lower_data_parallel(3)
 WHOLE = [(1, 0), (2,), (3,)]  # parameters of each bucket
@@ -36,7 +39,7 @@ class Listener(BackwardListener):
     def arrives_outside(self, _param: object) -> None:
         raise NotImplementedError
 
-    def backward_ends(self) -> None:
+    def post_backward(self) -> None:
         raise NotImplementedError
 
     def backward_is_gone(self) -> None:
@@ -49,10 +52,9 @@ def arrivals_of(
     *,
     on_full: Callable[[int], object],
     on_backward: Callable[[int], object] = lambda _backward: None,
-    **more: Callable[..., Any],
+    device: Any = None,
 ) -> Arrivals:
-    given = {"backward_id": lambda: 7, **more}
-    return Arrivals(buckets, range(num_params), engine=Listener(on_full, on_backward), **given)
+    return Arrivals(buckets, range(num_params), engine=Listener(on_full, on_backward), device=device)
 
 
 def arrives(arrivals: Arrivals, index: int) -> None:
@@ -250,14 +252,14 @@ class Heard:
             1 + max(param for bucket in buckets for param in bucket),
             on_full=lambda bucket: self.calls.append(f"b{bucket}"),
             on_backward=lambda backward: self.calls.append(f"first in {backward}"),
-            backward_id=lambda: self.backward,
         )
 
     def after(self, event: str) -> str:
         """What is called at an event: an arrival, if it is a number."""
         self.calls.clear()
         name, *given = event.split() if event.split()[0] in CALLS else ("arrive", event)
-        return CALLS[name](self, *given) or ", ".join(self.calls)
+        with mock.patch.object(private, "graph_task_id", return_value=self.backward):
+            return CALLS[name](self, *given) or ", ".join(self.calls)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -370,7 +372,7 @@ def test_arrivals_of_other_threads_wait_while_a_round_begins() -> None:
 
 
 def test_a_bucket_knows_the_streams_that_its_gradients_arrived_on() -> None:
-    arrivals = arrivals_of([(1, 0), (2,)], 3, on_full=lambda _: None, stream_of="xyz".__getitem__)
+    arrivals = arrivals_of([(1, 0), (2,)], 3, on_full=lambda _: None, device=SimpleNamespace(stream_of="xyz".__getitem__))
     for param in range(3):
         arrives(arrivals, param)
     assert [bucket.streams for bucket in arrivals.buckets] == [{"x", "y"}, {"z"}]

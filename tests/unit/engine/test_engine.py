@@ -199,6 +199,20 @@ def test_a_rank_that_fails_to_pack_keeps_no_other_waiting_and_one_that_fails_to_
     ranks_of(2, on_rank)
 
 
+def test_a_rank_that_fails_to_pack_what_it_accumulates_keeps_no_other_waiting() -> None:
+    def on_rank(rank: Rank) -> None:
+        training = Training(rank)
+        if rank.number == 1:
+            one_process.at_each_op(training.sync, lambda _op: stop())
+            with training.sync.accumulate(), pytest.raises(ZeroDivisionError):
+                training.backward()
+        else:
+            with pytest.raises(RuntimeError, match="another rank has failed"):
+                training.backward()
+
+    ranks_of(2, on_rank)
+
+
 def test_ranks_that_are_not_in_the_same_step_say_where_each_is() -> None:
     def train(training: Training) -> None:
         training.step()

@@ -82,7 +82,7 @@ def test_the_hooks_of_gradients_are_not_compiled_with_the_backward_that_calls_th
     full: list[int] = []
     param = ones(1)
     engine = SimpleNamespace(bucket_is_full=full.append, first_gradient_arrives=lambda _: None)
-    arrivals = Arrivals([[0]], [param], engine=engine, backward_id=lambda: 0)  # type: ignore[arg-type]
+    arrivals = Arrivals([[0]], [param], engine=engine)  # type: ignore[arg-type]
     hook = private.hook_gradients(param, arrivals.bucket_of[0].hook)
     torch.compile(lambda: torch.autograd.backward(param * 2), backend="eager")()
     hook.remove()
