@@ -22,6 +22,7 @@ from support.sharded import destroy, mesh_of
 from support.tensor_parallel import (
     GPT,
     WIDTH,
+    adamw,
     backward_alone,
     gpt,
     mean_by_hand,
@@ -54,10 +55,6 @@ def sharded(
     model: DistributedDataParallel, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any
 ) -> ShardedOptimizer:
     return ShardedOptimizer(cls, model, lr=1e-2, **settings)
-
-
-def adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
 @contextlib.contextmanager

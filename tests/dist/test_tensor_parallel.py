@@ -35,6 +35,7 @@ from support.sharded import kept_mesh, mesh_of
 from support.tensor_parallel import (
     WIDTH,
     WORDS,
+    adamw,
     backward_alone,
     gpt,
     mean_by_hand,
@@ -67,7 +68,7 @@ from undertow import (
     stop_on_signal,
 )
 
-STEPS = 6
+STEPS = 4
 # Ranks whose mesh stays: the first steps on one take seconds. Others would find its groups, which have names that count up.
 ON_A_MESH = in_ranks(4, pool="mesh", timeout_s=240.0)
 
@@ -98,10 +99,6 @@ def layers(mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(0)
     plan = {"embedding": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
     return parallelize_module(Layers(), mesh["tp"], plan)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 @ON_A_MESH
@@ -158,7 +155,7 @@ def micro_batch(net: nn.Module, kind: str, batch: Tensor, replica: int) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", some(range(2), most=1))
+@pytest.mark.parametrize("seed", [3])  # in which each kind of micro-batch is met
 @ON_A_MESH
 def test_drawn_programs_have_the_gradients_of_a_mean_by_hand(seed: int) -> None:
     with on_mesh() as (mesh, model, bare):

@@ -104,6 +104,11 @@ def gpt(mesh: DeviceMesh | None = None, *, seed: int = 0, width: int = WIDTH) ->
     return GPT(width) if mesh is None else parallelized(GPT(width), mesh["tp"])
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all parameters at once: each operation of a DTensor takes long."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
 def mesh_of_four() -> contextlib.AbstractContextManager[DeviceMesh]:
     return contextlib.nullcontext(kept_mesh(2, 2, names=("dp", "tp")))
 
