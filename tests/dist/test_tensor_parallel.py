@@ -33,11 +33,10 @@ from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import kept_mesh, mesh_of
 from support.tensor_parallel import (
-    WIDTH,
-    WORDS,
     adamw,
     backward_alone,
     gpt,
+    layers,
     mean_by_hand,
     mesh_of_four,
     on_mesh_of,
@@ -82,23 +81,6 @@ def on_mesh(
         model = DistributedDataParallel(make(mesh), device_mesh=mesh["dp"], config=SyncConfig(**settings))
         yield mesh, model, make(mesh)
         model.close()
-
-
-class Layers(nn.Module):
-    """What long runs about plans train: a forward and a backward have a message each of the other axis, at least."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.up, self.down = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(self.up(self.embedding(tokens)).tanh()).square().mean()
-
-
-def layers(mesh: DeviceMesh) -> nn.Module:
-    torch.manual_seed(0)
-    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
-    return parallelize_module(Layers(), mesh["tp"], plan)
 
 
 @ON_A_MESH

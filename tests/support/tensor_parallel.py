@@ -109,6 +109,23 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
+class Layers(nn.Module):
+    """What trains faster: a forward and a backward have a message each of the other axis, at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(self.up(self.embedding(tokens)).tanh()).square().mean()
+
+
+def layers(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(Layers(), mesh["tp"], plan)
+
+
 def mesh_of_four() -> contextlib.AbstractContextManager[DeviceMesh]:
     return contextlib.nullcontext(kept_mesh(2, 2, names=("dp", "tp")))
 
