@@ -12,11 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.alike import backward_alike, backwards, of_all_ranks, require_equal_gradients, require_equal_values
-from support.errors import text_of
-from support.inside import own_group_of
-from support.levels import some
-from support.mixture import (
+from dist.mixture import (
     MATCH,
     SGD,
     WIDTH,
@@ -29,6 +25,10 @@ from support.mixture import (
     trained_naively,
     wrapped_mixture,
 )
+from support.alike import backward_alike, backwards, of_all_ranks, require_equal_gradients, require_equal_values
+from support.errors import text_of
+from support.inside import own_group_of
+from support.levels import some
 from support.models import Branches, noise
 from support.naive import TIMEOUT_S, alone, wrapped
 from support.ranks import in_ranks

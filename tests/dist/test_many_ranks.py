@@ -1,4 +1,4 @@
-"""More ranks than other tests have: ten steps of each strategy and format on 13 or 16, checkpoints, open files; by hand with
+"""More ranks than other tests have: six steps of each strategy and format on 13 or 16, checkpoints, open files; by hand with
 still more (`support/many.py`)."""
 
 import os

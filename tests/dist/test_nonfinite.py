@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
+from dist.mixture import loss as mixture_loss
+from dist.mixture import mixture, wrapped_mixture
 from support.alike import of_all_ranks
 from support.errors import text_of
 from support.levels import some
-from support.mixture import loss as mixture_loss
-from support.mixture import mixture, wrapped_mixture
 from support.models import Branches, noise
 from support.naive import alone, collectives, wrapped
 from support.ranks import in_ranks

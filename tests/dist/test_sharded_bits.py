@@ -227,7 +227,7 @@ def test_steps_in_shards_have_the_results_of_the_reference(name: str) -> None:
 
 # A third rank is neither the first nor the last, and sums of three have an order.
 @pytest.mark.deep
-@pytest.mark.parametrize("name", list(EXAMPLES)[::4])
+@pytest.mark.parametrize("name", list(EXAMPLES)[::7])
 @in_ranks(3)
 def test_three_ranks_have_them(name: str) -> None:
     run(EXAMPLES[name])

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import destroy, mesh_of
 from support.tensor_parallel import (
-    GPT,
-    WIDTH,
+    adamw,
     backward_alone,
     gpt,
+    layers,
     mean_by_hand,
     mesh_of_four,
     parts,
@@ -56,19 +57,15 @@ def sharded(
     return ShardedOptimizer(cls, model, lr=1e-2, **settings)
 
 
-def adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=1e-2)
-
-
 @contextlib.contextmanager
 def on_mesh(
-    *, dtype: torch.dtype = torch.float32, width: int = WIDTH, **settings: Any
-) -> Iterator[tuple[DeviceMesh, DistributedDataParallel, GPT]]:
+    make: Callable[[DeviceMesh], Any] = gpt, *, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Iterator[tuple[DeviceMesh, DistributedDataParallel, Any]]:
     """A wrapped model, and a bare one of the same values."""
     with mesh_of_four() as mesh:
         config = SyncConfig(bucket_cap_mb=0.004, **settings)
-        model = DistributedDataParallel(gpt(mesh, width=width).to(dtype), device_mesh=mesh["dp"], config=config)
-        yield mesh, model, gpt(mesh, width=width).to(dtype)
+        model = DistributedDataParallel(make(mesh).to(dtype), device_mesh=mesh["dp"], config=config)
+        yield mesh, model, make(mesh).to(dtype)
         model.close()
 
 
@@ -191,7 +188,7 @@ def _clip(model: DistributedDataParallel) -> Callable[..., Tensor]:
 @pytest.mark.deep
 @ON_A_MESH
 def test_gradients_and_parameters_in_int8_stay_alike_on_both_axes() -> None:
-    with on_mesh(strategy="zero2", width=32, wire="int8", param_wire="int8") as (mesh, model, other):
+    with on_mesh(partial(gpt, width=32), strategy="zero2", wire="int8", param_wire="int8") as (mesh, model, other):
         other, alone = replicate(other, mesh=mesh["dp"]), gpt(width=32)
         for net, optimizer in ((model, sharded(model)), (other, adamw(other))):
             _trained(net, optimizer, mesh, range(5))
@@ -329,7 +326,7 @@ def test_a_checkpoint_folder_has_a_folder_for_each_place_and_resumes_any_number_
     ways: tuple[str, str], tmp_path: Path
 ) -> None:
     saved_by, loaded_by = ways
-    with on_mesh(strategy=saved_by) as (mesh, model, other):
+    with on_mesh(layers, strategy=saved_by) as (mesh, model, other):
         trained = adamw(model) if saved_by == "ddp" else sharded(model)
         _trained(model, trained, mesh, range(3))
         save_checkpoint(tmp_path / "a", model, trained, extra={"step": 3})
@@ -344,13 +341,13 @@ def test_a_checkpoint_folder_has_a_folder_for_each_place_and_resumes_any_number_
         assert load_checkpoint(tmp_path / "b", second, resumed) == {"step": 3}
         with mesh_of_one_replica() as small:
             if dist.get_rank() < 2:
-                third = DistributedDataParallel(gpt(small), device_mesh=small["dp"], config=SyncConfig(strategy="zero1"))
+                third = DistributedDataParallel(layers(small), device_mesh=small["dp"], config=SyncConfig(strategy="zero1"))
                 fewer = sharded(third)
                 assert load_checkpoint(tmp_path / "a", third, fewer) == {"step": 3}
                 require_same_parameters(third.module, second.module)
                 save_checkpoint(tmp_path / "c", third, fewer)
                 third.close()
-        fourth = DistributedDataParallel(gpt(mesh), device_mesh=mesh["dp"], config=SyncConfig(strategy="zero1"))
+        fourth = DistributedDataParallel(layers(mesh), device_mesh=mesh["dp"], config=SyncConfig(strategy="zero1"))
         more = sharded(fourth)
         load_checkpoint(tmp_path / "c", fourth, more)
         save_checkpoint(tmp_path / "c", fourth, more)  # replaces one with folders

@@ -33,10 +33,10 @@ from support.levels import some
 from support.ranks import in_ranks
 from support.sharded import kept_mesh, mesh_of
 from support.tensor_parallel import (
-    WIDTH,
-    WORDS,
+    adamw,
     backward_alone,
     gpt,
+    layers,
     mean_by_hand,
     mesh_of_four,
     on_mesh_of,
@@ -67,7 +67,7 @@ from undertow import (
     stop_on_signal,
 )
 
-STEPS = 6
+STEPS = 4
 # Ranks whose mesh stays: the first steps on one take seconds. Others would find its groups, which have names that count up.
 ON_A_MESH = in_ranks(4, pool="mesh", timeout_s=240.0)
 
@@ -81,27 +81,6 @@ def on_mesh(
         model = DistributedDataParallel(make(mesh), device_mesh=mesh["dp"], config=SyncConfig(**settings))
         yield mesh, model, make(mesh)
         model.close()
-
-
-class Layers(nn.Module):
-    """What long runs about plans train: a forward and a backward have a message each of the other axis, at least."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.up, self.down = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(self.up(self.embedding(tokens)).tanh()).square().mean()
-
-
-def layers(mesh: DeviceMesh) -> nn.Module:
-    torch.manual_seed(0)
-    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
-    return parallelize_module(Layers(), mesh["tp"], plan)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 @ON_A_MESH
@@ -158,7 +137,7 @@ def micro_batch(net: nn.Module, kind: str, batch: Tensor, replica: int) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", some(range(2), most=1))
+@pytest.mark.parametrize("seed", [3])  # in which each kind of micro-batch is met
 @ON_A_MESH
 def test_drawn_programs_have_the_gradients_of_a_mean_by_hand(seed: int) -> None:
     with on_mesh() as (mesh, model, bare):

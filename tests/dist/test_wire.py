@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dist.mixture import MATCH, experts_group
 from support.errors import text_of
 from support.inside import Rounding, Turn, carriers_of, turn_of, turn_of_experts
 from support.levels import some
-from support.mixture import MATCH, experts_group
 from support.models import CASES, Wide, noise
 from support.naive import wrapped
 from support.outer import offsets, sent

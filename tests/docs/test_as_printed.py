@@ -8,12 +8,16 @@ import os
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from docs.test_snippets import FAILS, FILES, RANKS
 from frameworks.recipes import require_installed
 from support.pages import Snippet, snippets
+from support.processes import example, free_port, run_ranks
 from support.project import DOCS, ROOT
 from support.warm import python
 
@@ -22,7 +26,8 @@ BLOCKS = [snippet for page in PAGES for snippet in snippets(page)]
 SCRIPTS = [block for block in BLOCKS if block.language == "python"]
 COMMAND = re.compile(r"# (?:torchrun --nproc-per-node=(\d) |python )((?:script|quickstart|slow)\.py.*)\n")
 PART = re.compile(r"# Part of a script\.(?: It needs: ([\w, \n#]+)\.)?\n")
-FAILS = "two ranks, fails"
+PATIENCE_S = 240.0
+IN_RANKS_THAT_STAY = {str(path) for name, path in FILES.items() if name != "profiles"}
 # These have tests of their own: the long tutorial with fewer steps, Ray's job, and the script over a slow link (test_start.py,
 # tests/frameworks/test_ray.py, test_snippets.py).
 ELSEWHERE = ("quickstart.py", "ray.train.torch", "slow.py")
@@ -63,8 +68,11 @@ def files_of(script: Snippet) -> dict[str, str]:
     return dict(zip(names, found, strict=False))
 
 
-def run_as_printed(script: Snippet, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the command in the first line of the script."""
+def run_as_printed(script: Snippet, folder: Path) -> tuple[int | None, str]:
+    """Runs the command in the first line of the script; the exit code, and what is on stderr.
+
+    Ranks are forked with torchrun's variables, but for scripts that fail and the one of the first page: torchrun takes longer.
+    """
     command = COMMAND.match(script.code)
     assert command is not None
     num_ranks, rest = command.groups()
@@ -72,16 +80,32 @@ def run_as_printed(script: Snippet, folder: Path) -> subprocess.CompletedProcess
     (folder / name).write_text(script.code)
     for file, text in files_of(script).items():
         (folder / file).write_text(text)
+    if num_ranks and script.mark != FAILS and Path(script.page).stem != "index":
+        how = partial(example, folder / name, port=free_port(), folder=folder, arguments=arguments)
+        ranks = run_ranks(how, int(num_ranks), is_script=True, patience_s=PATIENCE_S)
+        return max((rank.exit_code or 0 for rank in ranks), key=abs), "\n".join(rank.log for rank in ranks)
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks else []
-    return subprocess.run(
+    done = subprocess.run(
         [python(), *launch, name, *arguments],
         cwd=folder,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
     )
+    return done.returncode, done.stderr
+
+
+def as_printed() -> Iterator[Snippet]:
+    """Of a page whose scripts tests/docs/test_snippets.py runs in ranks that stay, the first one."""
+    seen: set[str] = set()
+    for block in SCRIPTS:
+        if not COMMAND.match(block.code) or "README" in block.page or any(name in block.code for name in ELSEWHERE):
+            continue
+        if block.mark not in RANKS or block.page not in IN_RANKS_THAT_STAY or block.page not in seen:
+            yield block
+        seen.add(block.page)
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=id_of)
@@ -109,25 +133,17 @@ def test_every_block_has_a_language() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        it
-        for it in SCRIPTS
-        if COMMAND.match(it.code) and "README" not in it.page and not any(name in it.code for name in ELSEWHERE)
-    ],
-    ids=id_of,
-)
+@pytest.mark.parametrize("script", list(as_printed()), ids=id_of)
 def test_a_script_runs_as_printed(script: Snippet, tmp_path: Path) -> None:
     for name in re.findall(r"^(?:from|import) (\w+)", script.code, re.MULTILINE):
         if name in FRAMEWORKS:
             require_installed(name)
-    done = run_as_printed(script, tmp_path)
+    code, said = run_as_printed(script, tmp_path)
     if script.mark == FAILS:
         shown = BLOCKS[BLOCKS.index(script) + 1].code.splitlines()[0]  # tests/docs/test_snippets.py compares the rest
-        assert (done.returncode, shown in done.stderr) == (1, True), done.stderr
+        assert (code, shown in said) == (1, True), said
     else:
-        assert done.returncode == 0, done.stderr
+        assert code == 0, said
 
 
 @pytest.mark.parametrize("block", [it for it in SCRIPTS if PART.match(it.code)], ids=id_of)

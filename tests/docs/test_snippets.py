@@ -111,14 +111,15 @@ def test_a_snippet_fails_with_the_words_of_the_page(two_ranks: Ranks, snippet: S
 def test_the_script_of_the_page_prints_its_tables(tmp_path: Path) -> None:
     (snippet,) = (snippet for snippet in SNIPPETS["troubleshooting"] if snippet.mark == SCRIPT)
     script = tmp_path / "slow.py"
-    script.write_text(snippet.code)
+    assert "in range(40):" in snippet.code
+    script.write_text(snippet.code.replace("in range(40):", "in range(8):"))  # of 0.6 s each
     launch = [python(), "-m", "torch.distributed.run", "--nproc-per-node=2", str(script), "25"]
     done = subprocess.run(
         launch,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,  # 40 steps of 0.6 s, on a machine that runs other tests beside them
+        timeout=300,
         check=False,
     )
     assert (done.returncode, "Where a step goes: rank 0" in done.stdout, "bucket_cap_mb=25.0 is set" in done.stdout) == (

@@ -2,6 +2,8 @@
 whose script has an error ends with it.
 """
 
+import itertools
+import os
 import re
 import runpy
 import signal
@@ -11,24 +13,24 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from support.elastic import (
     DEAF_EXAMPLE,
     EXAMPLE,
     PATIENCE_S,
-    is_killed_in_a_checkpoint,
     losses_in,
     run,
     run_under_torchrun,
     steps_of,
     torchrun,
-    trained_alone,
 )
-from support.processes import Ended
+from support.processes import Ended, Rank
 from support.project import ROOT
 
 FAILS = """
@@ -111,6 +113,18 @@ def test_a_job_goes_on_behind_its_last_checkpoint_with_the_same_bits(
     require_as_undisturbed(tmp_path, found[2].out, undisturbed, killed_in=11, goes_on_in=9)
 
 
+def is_killed_in_a_checkpoint(number: int, times: int, rank: Rank) -> None:
+    calls, fsync = itertools.count(1), os.fsync
+
+    def killed(descriptor: int) -> None:
+        if next(calls) == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    if rank.number == number:
+        os.fsync = killed
+
+
 # Rank 1 brings one file of each checkpoint to the disk: the second is that of step 8.
 @pytest.mark.slow
 def test_a_checkpoint_that_a_killed_rank_has_half_written_does_not_count(
@@ -120,6 +134,22 @@ def test_a_checkpoint_that_a_killed_rank_has_half_written_does_not_count(
     assert exit_codes(found) == [1, -signal.SIGKILL, 0, 0], found[-1].log
     require_as_undisturbed(tmp_path, found[2].out, undisturbed, killed_in=8, goes_on_in=5)
     assert not (tmp_path / "elastic_checkpoint.new").exists()
+
+
+def trained_alone(order: list[int], *, batch: int) -> dict[str, Any]:
+    inputs = torch.randn(480, 32, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(batches))
+    for samples in batches:
+        optimizer.zero_grad()
+        x = inputs[samples]
+        (model(x) - x[:, :4].sum(dim=1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    return model.state_dict()
 
 
 def require_trained_alone(folder: Path, *, batch: int) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,18 +168,22 @@ def cases() -> Iterator[Case]:
         yield 2, run, (EXAMPLES[name],)
 
 
+def _listed(names: str | tuple[str, ...], cases: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+    """The values of each name of a parametrize mark."""
+    rows = [it.values if hasattr(it, "marks") else it for it in cases]  # of pytest.param, which has a tuple always
+    if isinstance(names, str):
+        return {names: tuple(it[0] if hasattr(case, "marks") else it for case, it in zip(cases, rows, strict=True))}
+    return dict(zip(names, zip(*rows, strict=True), strict=True))
+
+
 def cases_of(test: Any) -> Iterator[Case]:
     """Yields every value of each parameter once, with some value of the others."""
     (ranks,) = (mark for mark in test.pytestmark if mark.name == "in_ranks")
-    values = {mark.args[0]: list(map(value_of, mark.args[1])) for mark in test.pytestmark if mark.name == "parametrize"}
-    names = inspect.signature(test).parameters
+    values: dict[str, tuple[Any, ...]] = {}
+    for names, found in (mark.args for mark in test.pytestmark if mark.name == "parametrize"):
+        values |= _listed(names, found)
     for place in range(max(map(len, values.values()), default=1)):
-        yield ranks.args[0], test, tuple(values[name][place % len(values[name])] for name in names)
-
-
-def value_of(value: Any) -> Any:
-    """The value of a parameter, which may be given with a marker."""
-    return value.values[0] if isinstance(value, type(pytest.param())) else value
+        yield ranks.args[0], test, tuple(values[name][place % len(values[name])] for name in inspect.signature(test).parameters)
 
 
 def exchange(file: str, text: str) -> None:

@@ -18,9 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from support.processes import Ended, Rank, example, free_port, run_ranks
 from support.project import ROOT
 from support.warm import python
@@ -58,18 +55,6 @@ def _attempt(spoils: Callable[[Rank], object] | None, how: dict[str, Any], rank:
     if spoils is not None:
         spoils(rank)
     example(EXAMPLE, rank, **how)
-
-
-def is_killed_in_a_checkpoint(number: int, times: int, rank: Rank) -> None:
-    calls, fsync = itertools.count(1), os.fsync
-
-    def killed(descriptor: int) -> None:
-        if next(calls) == times:
-            os.kill(os.getpid(), signal.SIGKILL)
-        fsync(descriptor)
-
-    if rank.number == number:
-        os.fsync = killed
 
 
 def torchrun(
@@ -115,22 +100,6 @@ def steps_of(folder: Path) -> list[Step]:
                 Step(number, attempt, num_ranks, tuple(sample for turn in turns for sample in turn if sample is not None))
             )
     return found
-
-
-def trained_alone(order: list[int], *, batch: int) -> dict[str, Any]:
-    inputs = torch.randn(480, 32, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(batches))
-    for samples in batches:
-        optimizer.zero_grad()
-        x = inputs[samples]
-        (model(x) - x[:, :4].sum(dim=1, keepdim=True)).square().mean().backward()
-        optimizer.step()
-        schedule.step()
-    return model.state_dict()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ten steps of every strategy and format on many ranks, beside a reference. By hand, with more ranks than tests have:
+"""Six steps of every strategy and format on many ranks, beside a reference. By hand, with more ranks than tests have:
 
 PYTHONPATH=tests torchrun --nproc-per-node=64 -m support.many
 PYTHONPATH=tests torchrun --nproc-per-node=16 -m support.many save FOLDER
@@ -36,7 +36,7 @@ from undertow import (
     save_checkpoint,
 )
 
-NUM_STEPS = 10
+NUM_STEPS = 6
 OPEN_FILES = Path("/proc/self/fd")
 ORDERED: dict[str, Any] = {"reduction": "ordered"}
 # Settings, the optimizer, and the largest difference as a share of the movement: 0 asks for equal bits. Full width has another
@@ -59,8 +59,8 @@ WAYS: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer], float]] = {
     "hybrid, Muon": ({"strategy": "hybrid"}, torch.optim.Muon, 0.1),
     "hybrid, int8 across": ({"strategy": "hybrid", "wire": (None, "int8")}, torch.optim.SGD, 0.05),
     # The last step ends with an exchange. The reference encodes too.
-    "outer": ({"outer": Outer(every=5, fragments=1, delay=0, wire=None)}, torch.optim.SGD, 0.0),
-    "outer, int8": ({"outer": Outer(every=5, fragments=1, delay=0)}, torch.optim.SGD, 0.0),
+    "outer": ({"outer": Outer(every=3, fragments=1, delay=0, wire=None)}, torch.optim.SGD, 0.0),
+    "outer, int8": ({"outer": Outer(every=3, fragments=1, delay=0)}, torch.optim.SGD, 0.0),
 }
 
 

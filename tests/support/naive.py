@@ -19,12 +19,11 @@ COLLECTIVES = ("broadcast", "all_gather", "all_gather_into_tensor", "reduce_scat
 
 def naive_mean(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Makes every `.grad` the mean over ranks; one that no rank has stays None."""
-    for param in model.parameters():
-        if not param.requires_grad:
-            continue
-        has_gradient = torch.tensor(float(param.grad is not None))
-        dist.all_reduce(has_gradient, group=group)
-        if not has_gradient:
+    params = [param for param in model.parameters() if param.requires_grad]
+    num_with_gradient = torch.tensor([float(param.grad is not None) for param in params])
+    dist.all_reduce(num_with_gradient, group=group)
+    for param, number in zip(params, num_with_gradient.tolist(), strict=True):
+        if not number:
             continue
         if param.grad is None:
             param.grad = torch.zeros_like(param)

@@ -507,11 +507,6 @@ def ranks_of(num_ranks: int, work: Callable[[Rank], T]) -> list[T]:
 # What a test does to an engine that users cannot.
 
 
-def counts_for(sync: GradientSync, num_ranks: int) -> None:
-    """As inside of torch's join: the mean is over so many ranks, which have data."""
-    sync._engine.progress.rescale = sync.num_ranks / num_ranks
-
-
 def forward_begins(sync: GradientSync) -> None:
     """As a wrapper tells that leaves buffers alone."""
     sync._whole.forward_begins(buffers_follow=None)

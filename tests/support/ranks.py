@@ -226,6 +226,7 @@ KEPT: set[dist.ProcessGroup] = set()
 def _run(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     value = work(*args)
     gc.collect()
+    gc.freeze()  # what is left stays: to look through it again after each test would take as long as most tests
     may_stay = KEPT | {dist.group.WORLD}
     open_groups = [group.group_desc for group in dist.distributed_c10d._world.pg_map if group not in may_stay]
     if open_groups:

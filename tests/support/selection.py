@@ -108,16 +108,27 @@ def without_products(items: Iterable[pytest.Item], *, together: int = 1) -> set[
 
 
 def _covering(items: list[pytest.Item], together: int) -> list[pytest.Item]:
+    """Each time the one with which most meetings are new; of those that the default leaves out, what is then still new."""
+    meetings_of = {item: _meetings(item, together) for item in items}
     seen: set[tuple[_Value, ...]] = set()
     chosen = []
-    for wanted in (all, any):
-        for item in items:
-            values, ranks = _values(item), _num_ranks(item)
-            meetings = [*itertools.combinations(values, min(together, len(values))), *((it,) for it in ranks)]
-            if not meetings or wanted(meeting not in seen for meeting in meetings):
-                chosen.append(item)
-                seen.update(meetings)
+    for is_deep in (False, True):
+        left = [item for item in items if is_deep == (item.get_closest_marker("deep") is not None)]
+        while left:
+            best = max(left, key=lambda item: len(meetings_of[item] - seen))
+            if not meetings_of[best] - seen:
+                break
+            chosen.append(best)
+            seen |= meetings_of[best]
+            left.remove(best)
     return chosen
+
+
+def _meetings(item: pytest.Item, together: int) -> set[tuple[_Value, ...]]:
+    """What meets in a case; a test without parameters meets itself."""
+    values = _values(item)
+    met = set(itertools.combinations(values, min(together, len(values))))
+    return met | {(it,) for it in _num_ranks(item)}
 
 
 def _values(item: pytest.Item) -> list[_Value]:

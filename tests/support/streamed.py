@@ -108,9 +108,9 @@ def placed(
         yield Streamed(
             checker=checker,
             model=ddp,
-            optimizer=optimizer_for(ddp, strategy, "AdamW", **({} if whole is None else {"whole": whole})),
+            optimizer=optimizer_for(ddp, strategy, "foreach AdamW", **({} if whole is None else {"whole": whole})),
             bare=bare,
-            bare_optimizer=torch.optim.AdamW(bare.parameters(), lr=0.01),
+            bare_optimizer=torch.optim.AdamW(bare.parameters(), lr=0.01, foreach=True),
             group=target.get("process_group"),
         )
 

@@ -104,6 +104,28 @@ def gpt(mesh: DeviceMesh | None = None, *, seed: int = 0, width: int = WIDTH) ->
     return GPT(width) if mesh is None else parallelized(GPT(width), mesh["tp"])
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Of all parameters at once: each operation of a DTensor takes long."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+class Layers(nn.Module):
+    """What trains faster: a forward and a backward have a message each of the other axis, at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(self.up(self.embedding(tokens)).tanh()).square().mean()
+
+
+def layers(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(Layers(), mesh["tp"], plan)
+
+
 def mesh_of_four() -> contextlib.AbstractContextManager[DeviceMesh]:
     return contextlib.nullcontext(kept_mesh(2, 2, names=("dp", "tp")))
 

@@ -1,12 +1,12 @@
 import os
 import re
 import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
 from support.project import ROOT
+from support.warm import python
 from torch_suite import record
 from torch_suite.record import Expected
 
@@ -61,5 +61,5 @@ def test_the_readme_and_the_page_on_torchs_class_give_the_recorded_numbers() -> 
 @pytest.mark.timeout(600)
 def test_torchs_own_tests_have_the_recorded_results() -> None:
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    done = subprocess.run([sys.executable, "-m", "torch_suite"], env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run([python(), "-m", "torch_suite"], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ although they need none: the module is rewritten as text while it is loaded.
 """
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import io
@@ -41,6 +42,7 @@ def cases() -> Iterator[unittest.TestCase]:
     _prepare()
     plain, autograd = _load(f"{HOME}.distributed_test", TO_CPU), _load(f"{HOME}.ddp_under_dist_autograd_test", {})
     fixture = importlib.import_module(f"{HOME}.rpc.tensorpipe_rpc_agent_test_fixture").TensorPipeRpcAgentTestFixture
+    gc.freeze()  # ranks that looked through all of torch would copy its memory
     for bases in (
         (plain.TestDistBackend, plain.DistributedTest._DistTestBase),
         (fixture, autograd.DdpUnderDistAutogradTest, common.MultiProcessTestCase),

@@ -51,7 +51,7 @@ class Checker:
         self.leaves: set[Stream] = set()  # that the backward under way has used
         self.wrappers: Any = WeakTensorKeyDictionary()  # tensors without memory, on the device
         self._memories: list[Memory] = []  # by address
-        self._of_thread = threading.local()
+        self.of_thread = threading.local()
         self._lock = threading.RLock()
         self._stack = contextlib.ExitStack()
 
@@ -59,10 +59,10 @@ class Checker:
 
     @property
     def current(self) -> Stream:
-        return getattr(self._of_thread, "stream", self.default)
+        return getattr(self.of_thread, "stream", self.default)
 
     def switch(self, stream: Stream) -> None:
-        self._of_thread.stream = stream
+        self.of_thread.stream = stream
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
@@ -158,16 +158,17 @@ class Checker:
         """The stream that has made it may use it again at once."""
         with self._lock:
             self._memories.remove(memory)
-        home, frames = memory.made.stream, stack()
+        home = memory.made.stream
         orderly = (home, self.host, *memory.kept)  # a kept stream may have waited for others
         for access in [each for it in memory.segments for each in (it.write, *it.reads.values())]:
             if memory.is_device and not any(stream.is_behind(access) for stream in orderly):
+                frames = stack()
                 freed = f"freed, so that {home} may use it again\n{text_of(frames)}\n    made: {memory.made}"
                 self.find("memory is freed while another stream may use it", access, freed, frames)
 
     # Accesses
 
-    def launch(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], *, stream: Stream | None = None) -> Access:
+    def launch(self, what: object, reads: Sequence[Tensor], writes: Sequence[Tensor], *, stream: Stream | None = None) -> Access:
         """Books an operator on a stream, by default the current one, which runs it after all the host has done."""
         stream = stream or self.current
         with self._lock:
@@ -218,7 +219,9 @@ class Checker:
         # A view of an argument reads nothing.
         read = [each for name, each, _ in used if aliases[name] is None]
         written = [each for name, each, _ in used if aliases[name] is not None and aliases[name].is_write]
-        access = self.launch(str(op), read, written, stream=None if is_launched else self.host)
+        if op.is_view and not read:
+            return op(*args, **kwargs)  # no stream has anything to do
+        access = self.launch(op, read, written, stream=None if is_launched else self.host)
         result = op(*args, **kwargs)
         if not is_launched:
             return result
@@ -246,15 +249,15 @@ class Checker:
     def quiet(self) -> Iterator[None]:
         """Nothing that this thread does here is booked."""
         before = self.is_quiet
-        self._of_thread.is_quiet = True
+        self.of_thread.is_quiet = True
         try:
             yield
         finally:
-            self._of_thread.is_quiet = before
+            self.of_thread.is_quiet = before
 
     @property
     def is_quiet(self) -> bool:
-        return getattr(self._of_thread, "is_quiet", False)
+        return getattr(self.of_thread, "is_quiet", False)
 
     def __enter__(self) -> Self:
         backend.register(self)
@@ -286,10 +289,15 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.checker.is_quiet:
             return op(*args, **kwargs)
-        if any(type(it).__torch_dispatch__ is not Tensor.__torch_dispatch__ for it in tensors_in([*args, *kwargs.values()])):
+        if any(it.__torch_dispatch__ is not Tensor.__torch_dispatch__ for it in types):
             return NotImplemented  # such a class calls its own operators, which arrive here
-        with self.checker.quiet(), torch._C.DisableTorchFunction():
-            return self.checker.run(op, args, kwargs)
+        of_thread = self.checker.of_thread
+        of_thread.is_quiet = True
+        try:
+            with torch._C.DisableTorchFunction():
+                return self.checker.run(op, args, kwargs)
+        finally:
+            of_thread.is_quiet = False
 
 
 @functools.cache

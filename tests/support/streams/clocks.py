@@ -27,8 +27,10 @@ class Stream:
 
     def follows(self, clock: Clock) -> None:
         """What runs here from now on runs after all of `clock`."""
+        own = self.clock
         for stream, count in clock.items():
-            self.clock[stream] = max(count, self.clock.get(stream, 0))
+            if count > own.get(stream, -1):
+                own[stream] = count
 
     def wait_stream(self, other: Stream) -> None:
         """As a stream of torch: what runs here from now on runs after all that the other one has."""
@@ -43,7 +45,7 @@ class Access(NamedTuple):
 
     stream: Stream
     count: int
-    what: str
+    what: object
     frames: Frames
 
     def __str__(self) -> str:
