@@ -200,7 +200,6 @@ class Rounds:
             hooks = self._current_plan.hooks
             hooks.arrived_before |= hooks.arrivals.arrived
             self._progress.has_accumulated = True
-            self._current_plan.is_stale = True
         else:
             self._judge(ended)
         self._close()
@@ -221,7 +220,6 @@ class Rounds:
         if not ended.has_failed:
             hooks.arrived_before.clear()
             self._progress.is_averaged()
-            current_plan.is_stale = True
         if ended.compiled.has_formats:
             ended.compiled.reducer.lost.round_ends()
         if self._checks.numbers.is_on:
