@@ -89,6 +89,7 @@ class CurrentPlan:
         self.placements = KeptPlacements(group.waiting, lambda error: group.watch.fail(error))
         self.compiled: CompiledPlan
         self.hooks: ParamHooks
+        self.tuning: Tuning | None = None  # of these parameters, if there are rounds
         self.is_active: bool
         self._put_in_force(self._planned(members.trained()))
         # The settings of a group of experts list only that group, other settings none.
@@ -215,7 +216,7 @@ class CurrentPlan:
         for name, param in hooks.named_params:
             if present.get(name, param) is not param and id(param) not in ids:
                 self.replaced[id(param)] = weakref.ref(param)
-        hooks.close()
+        self._close_hooks()
         comm_hook = self.compiled.reducer.hook
         self._put_in_force(change, before=self.compiled)
         self.register_hooks()
@@ -246,9 +247,14 @@ class CurrentPlan:
     def close(self) -> None:
         """Removes all hooks."""
         self.compiled.reducer.close()
-        self.hooks.close()
+        self._close_hooks()
         self.placements.follow(())
         self._factor.follow(())
+
+    def _close_hooks(self) -> None:
+        self.hooks.close()
+        if self.tuning is not None:
+            self.tuning.close()
 
     def use_hook(self, hook: CommHook, *, is_in_round: bool) -> None:
         """Reduces buckets by `hook` from the next round on.
@@ -273,32 +279,22 @@ class CurrentPlan:
             self.note_written()
             self.follow()
 
-    def move(self, plan: Plan) -> None:
-        """Puts another plan of the same parameters in force, between two rounds.
+    def regroup(self, plan: Plan, layout: BucketLayout | None = None) -> None:
+        """Puts another plan of the same parameters in force, between two rounds; a `layout` is that
+        of shards, which take over the gradients themselves.
 
-        Notes before it which gradients were written.
+        `note_written` comes before it, if gradients may have been written since the last round.
         """
         before = self.compiled
-        # A `.grad` that lies in an old bucket keeps its memory until it has moved into the new one.
-        before.let_go()
-        self.compiled = CompiledPlan(
-            plan, before.params, before.reducer, self._recorder, before=before
-        )
-        _ = self.compiled.buckets
-        self.hooks.regroup(plan)
-
-    def follow_layout(self, plan: Plan, layout: BucketLayout) -> None:
-        """Lays out the same parameters as `layout` says."""
-        before, hooks = self.compiled, self.hooks
-        self._recorder.forgets_gathers()
+        if layout is None:
+            # A `.grad` that lies in an old bucket keeps its memory until it is packed again.
+            before.let_go()
         self.compiled = CompiledPlan(
             plan, before.params, before.reducer, self._recorder, before=before, layout=layout
         )
         if self.is_active:
             _ = self.compiled.buckets
-        hooks.regroup(plan)
-        if hooks.tuning is not None:
-            hooks.tuning.lays_out()
+        self.hooks.regroup(plan)
 
     def wait_for_parameters(self) -> None:
         """Waits until all parameters that a sharded optimizer updates have arrived."""
@@ -370,21 +366,23 @@ class CurrentPlan:
         params = local_params(param for _, param in change.named_params)
         compiled = CompiledPlan(change.plan, params, self.reducer, self._recorder, before=before)
         hooks = ParamHooks(change.named_params, compiled.plan, self._engine, group.hardware)
+        tuning: Tuning | None = None
         if compiled.reducer.is_active:
             _ = compiled.buckets  # too large ones fail here instead of in the first backward
             if params and group.num_ranks > 1:
                 is_even = are_even(param for _, param in self.members.named_params())
                 group.deciding = group.everyone if is_even else group
                 is_observed = self.reducer.config.order == "observed"
-                hooks.tuning = Tuning(
+                tuning = Tuning(
                     hooks.arrivals,
                     self._recorder,
                     self.reducer,
                     None if is_observed else order_of(compiled.plan),
                     number=self.turn.number,
-                    earlier=None if before is None else self.hooks.tuning,
+                    earlier=self.tuning,
                 )
-        self.compiled, self.hooks, self.is_active = compiled, hooks, compiled.reducer.is_active
+        self.compiled, self.hooks, self.tuning = compiled, hooks, tuning
+        self.is_active = compiled.reducer.is_active
 
     def register_hooks(self) -> None:
         """Registers the hooks of the plan in force: from then on gradients call the engine."""

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from undertow.device import Device
 from undertow.engine.arrivals import Arrivals, BackwardListener
-from undertow.engine.tuning import Tuning
 from undertow.mesh.local_tensors import KeptPlacements
 from undertow.plan import Plan
 from undertow.torch_private import private
@@ -58,11 +57,10 @@ class GradientFactor:
 
 
 class ParamHooks:
-    """Hooks on `named_params` until `close`, and the measurements of these parameters by them.
+    """Hooks on `named_params` until `close`, by which `arrivals` counts their gradients.
 
-    `arrivals` counts their gradients, and `tuning` measures them. `watched` are parameters outside
-    of the plan, frozen and new ones: their hooks tell the `engine` when a gradient arrives after
-    all.
+    `watched` are parameters outside of the plan, frozen and new ones: their hooks tell the `engine`
+    when a gradient arrives after all.
     """
 
     def __init__(
@@ -83,7 +81,6 @@ class ParamHooks:
             stream_of=self._stream_of,
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
-        self.tuning: Tuning | None = None  # if there are rounds
         self._engine = engine
         self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
         self._registered: list[RemovableHandle] = []  # on `named_params`, if there are rounds
@@ -142,8 +139,6 @@ class ParamHooks:
         remove_all(self._registered)
         self.watch(())
         self.arrivals.close()
-        if self.tuning is not None:
-            self.tuning.close()
 
     def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
         """Returns the positions in `bucket` of the `missing` parameters without a gradient since

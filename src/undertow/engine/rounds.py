@@ -74,7 +74,7 @@ class Rounds:
         if is_synchronized:
             if not current_plan.group.is_open:
                 current_plan.open_group()  # before the first round
-            if hooks.tuning is None or not hooks.tuning.has_settled:
+            if current_plan.tuning is None or not current_plan.tuning.has_settled:
                 self._moves.adopt_plan()  # most rounds have none
             progress.gradients = Gradients.INCOMPLETE
         hooks.arrivals.reset()
@@ -87,14 +87,14 @@ class Rounds:
         """Returns the conditions of a round that starts now, or of the one before it that tells of
         a change of the plan."""
         current_plan, progress, checks = self._current_plan, self._progress, self._checks
-        hooks, steps = current_plan.hooks, progress.steps
+        tuning, steps = current_plan.tuning, progress.steps
         is_stopping = checks.stop.is_heard_of and checks.stop.is_told
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
             checks.loads.are_known
             or is_stopping
             or checks.must_be_read(progress.num_rounds)
-            or (hooks.tuning is not None and hooks.tuning.communicates_next)
+            or (tuning is not None and tuning.communicates_next)
         )
         return Terms(
             number=progress.num_rounds,
@@ -276,7 +276,7 @@ class Rounds:
         self._forget_window()  # which the round before may have ended
 
     def _forget_window(self) -> None:
-        tuning = self._current_plan.hooks.tuning
+        tuning = self._current_plan.tuning
         if tuning is not None:
             tuning.forget_window()
 
@@ -326,7 +326,7 @@ class Rounds:
         A mesh counts it when the next one has ended. The time is taken then, so the number of
         forwards is of that one too.
         """
-        tuning = self._current_plan.hooks.tuning
+        tuning = self._current_plan.tuning
         if tuning is not None and not tuning.has_settled:
             self._moves.round_was_sound(self._progress.num_forwards_before)
 
