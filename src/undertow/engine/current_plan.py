@@ -178,8 +178,7 @@ class CurrentPlan:
 
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
-        changed = () if self.change is None else self.change.named_params
-        return list(dict.fromkeys((*self.hooks.params, *(param for _, param in changed))))
+        return [*self.hooks.params, *self._new_params()]
 
     def prepare_to_leave(self) -> None:
         """Called before ranks leave the plan in force: `.grad` holds all its results.
