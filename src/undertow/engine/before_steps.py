@@ -115,7 +115,7 @@ class BeforeSteps(StepListener):
         if engine.rounds.now is not None:
             engine.rounds.abandon()
         added = current_plan.members.added(params)
-        is_late = any(param.grad is not None for param in added)
+        is_late = bool(added) and any(param.grad is not None for param in added)
         # A sharded optimizer steps without new parameters until a forward has found them: other
         # ranks may have none, and be in the step that sends the shards.
         has_new = is_late or (bool(added) and current_plan.shards is None)

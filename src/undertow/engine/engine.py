@@ -217,7 +217,8 @@ class Engine(BackwardListener):
             # first: a round that is open without an end to come counts as a failed backward
             self._end.watch(task)
             current_plan, is_last = self.current_plan, not self.is_accumulating
-            has_thawed = current_plan.hooks.has_thawed()
+            hooks = current_plan.hooks
+            has_thawed = bool(hooks.watched) and hooks.has_thawed()
             if has_thawed:
                 # Parts take turns. The backward of one needs no forward of the whole module.
                 self.progress.forward = max(self.progress.forward, Forward.ENDED)

@@ -120,8 +120,6 @@ class ParamHooks:
     def has_thawed(self) -> bool:
         """Returns True if a watched parameter is trained now and no engine waits for its
         gradient."""
-        if not self.watched:
-            return False
         params = [param for param, _ in self.watched.values()]
         # Runs in every round, hence a loop in C; most models have no frozen parameters.
         return any(map(_is_trained, params)) and any(
