@@ -3,7 +3,8 @@
 import contextlib
 import copy
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -443,21 +444,17 @@ def test_what_another_wrapper_trains_is_its_own() -> None:
 
 
 class Thaws(nn.Module):
-    """Runs its frozen body in a way that thaws it; makes its head in the first forward if it has none."""
+    """Runs its frozen body in a way that thaws it."""
 
-    def __init__(self, run: Run, head: nn.Module | None) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
-        self.run, self.body, self.head = run, nn.Linear(4, 4), head
+        self.run, self.body, self.head = run, nn.Linear(4, 4), nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.head is None:
-            torch.manual_seed(1)
-            self.head = nn.Linear(4, 1)
         return self.head(self.run(self.body, x)).square().sum()
 
 
 WITHIN: dict[str, Run] = {
-    "made": lambda body, x: body(x),
     "the forward": lambda body, x: body.requires_grad_(True)(x),
     "a hook of a layer": lambda body, x: body(x),
     "a call of other parameters": lambda body, x: functional_call(
@@ -468,18 +465,66 @@ WITHIN: dict[str, Run] = {
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("where", WITHIN)
-def test_a_parameter_that_is_thawed_or_made_within_the_forward_is_averaged_at_once(where: str) -> None:
-    model = Thaws(WITHIN[where], None if where == "made" else nn.Linear(4, 1))
-    model.body.requires_grad_(where == "made")
+def test_a_parameter_that_is_thawed_within_the_forward_is_averaged_at_once(where: str) -> None:
+    model = Thaws(WITHIN[where])
+    model.body.requires_grad_(False)
     if where == "a hook of a layer":
         model.body.register_forward_pre_hook(lambda layer, _: layer.requires_grad_(True) and None)
 
     def loss(each: nn.Module, step: int) -> Tensor:
-        getattr(each, "module", each).body.requires_grad_(where == "made")
+        getattr(each, "module", each).body.requires_grad_(False)
         return each(noise(3, 4, step=step))
 
     with wrapped_and_bare(model, bucket_cap_mb=1e-6) as (ddp, bare):
         backward_alike(ddp, bare, loss)
+
+
+@in_ranks(2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("when", ["in the first forward", "in a later forward", "after the forward"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_layer_that_is_made_after_a_forward_has_begun_is_averaged_before_the_step_and_that_is_said(
+    when: str, clips: bool
+) -> None:
+    model = Squares()
+
+    def step_on(module: nn.Module, *, makes: bool) -> None:
+        if makes and when != "after the forward":
+            model.late = late
+        loss = module()
+        if makes and when == "after the forward":
+            model.layers.append(late())
+            loss = loss + model.layers[0].weight.square().sum()
+        loss = loss * (1.0 + 2.0 * dist.get_rank())
+        module.zero_grad()
+        loss.backward()
+        if clips:
+            clip_grad_norm_(ddp, 1000.0)
+        torch.optim.SGD(module.parameters(), lr=0.125).step()
+
+    def late() -> nn.Module:
+        return layer_alike()
+
+    with wrapped(model) as ddp:
+        if when != "in the first forward":
+            step_on(ddp, makes=False)
+        is_said = not clips  # a norm is of means then
+        with (
+            pytest.warns(UserWarning, match="their parameters were added after the forward had begun")
+            if is_said
+            else no_warning()
+        ):
+            step_on(ddp, makes=True)
+        with no_warning():
+            step_on(ddp, makes=False)
+        # w - 0.125 * 2 * w * 2, the mean of the factors 1 and 3
+        assert torch.equal(model.layers[0].weight, torch.full((1, 1), 0.5**2))
+
+
+@contextlib.contextmanager
+def no_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 # Optimizers that update parameters which are not the model's any more, or which another optimizer updates.

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
 import undertow
 from mutants.blocks import PACKAGE
 from mutants.forks import exchange_code

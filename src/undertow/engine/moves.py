@@ -56,13 +56,13 @@ class Moves:
         """
         self.end_vote()
         current_plan = self._current_plan
-        tuning, compiled = current_plan.hooks.tuning, current_plan.compiled
+        tuning, compiled = current_plan.tuning, current_plan.compiled
         if tuning is None or tuning.is_quiet or compiled.strategy.gather is not None:
             return
         plan = tuning.planned(compiled.plan)
         if plan is not None:
             current_plan.note_written()
-            current_plan.move(plan)
+            current_plan.regroup(plan)
 
     def round_was_sound(self, num_forwards: int) -> None:
         """Called at the end of a round that all ranks have found sound, after so many training
@@ -71,7 +71,7 @@ class Moves:
         The gradients of the round stay in the old buckets until the user clears them.
         """
         current_plan = self._current_plan
-        tuning = current_plan.hooks.tuning
+        tuning = current_plan.tuning
         if tuning is None or tuning.is_over:
             if tuning is not None:
                 tuning.has_settled = True
@@ -83,7 +83,7 @@ class Moves:
         if plan is not None and tuning.is_new:
             self._try(plan)
         elif plan is not None:
-            current_plan.move(plan)
+            current_plan.regroup(plan)
 
     def _try(self, plan: Plan) -> None:
         """Moves to a new plan, and tells the other ranks if this rank has memory for it."""
@@ -91,11 +91,11 @@ class Moves:
         before = current_plan.compiled.plan
         failed = -1
         try:
-            current_plan.move(plan)
+            current_plan.regroup(plan)
         except Exception as error:
             failed = group.rank
             _log.warning("A plan could not be tried on rank %s: %s", group.name, error)
-            current_plan.move(before)
+            current_plan.regroup(before)
         told = torch.tensor([failed], dtype=torch.int64).to(group.device)
         name = "whether every rank has the next plan"
         self._vote = Vote(before, told, group.all_reduce(told, name, dist.ReduceOp.MAX))
@@ -110,18 +110,18 @@ class Moves:
         rank = int(vote.failed.item())
         if rank >= 0:
             current_plan = self._current_plan
-            tuning = current_plan.hooks.tuning
+            tuning = current_plan.tuning
             assert tuning is not None  # it has asked for the plan
             tuning.cannot_try(current_plan.group.deciding.names[rank])
             # otherwise this rank could not make the plan itself
             if current_plan.compiled.plan is not vote.before:
                 current_plan.note_written()
-                current_plan.move(vote.before)
+                current_plan.regroup(vote.before)
 
     @property
     def has_order(self) -> bool:
         """True if rank 0's order is on its way, for the next `shard_plan`."""
-        tuning = self._current_plan.hooks.tuning
+        tuning = self._current_plan.tuning
         return tuning is not None and not tuning.is_quiet
 
     def shard_plan(self, updates: Mapping[int, tuple[int, bool]]) -> Plan:
@@ -150,7 +150,8 @@ class Moves:
             num_shards=current_plan.group.user.num_shards,
         )
         config = current_plan.compiled.reducer.config
-        order = None if hooks.tuning is None else hooks.tuning.order()
+        tuning = current_plan.tuning
+        order = None if tuning is None else tuning.order()
         num_ranks, num_shards = now.num_ranks, now.num_shards
         if config.plan is not None:
             return first_plan(now.params, config, num_ranks=num_ranks, num_shards=num_shards)

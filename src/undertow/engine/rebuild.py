@@ -25,7 +25,7 @@ def tell_of_change(plans: CurrentPlan, terms: Terms, *, op: str | None, has_shar
     out. Does not wait. An error that this rank has to raise is its `refusal` for now: other ranks
     wait for the buckets.
     """
-    told = Round(kind=RoundKind.RETIRE, op=op)
+    told = Round(kind=RoundKind.TELL, op=op)
     try:
         if has_shards:  # also of parameters that leave: the step would come without their gradients
             plans.compiled.layout.make_gradients_whole(plans.hooks.named_params)
@@ -63,11 +63,11 @@ def rebuild(plans: CurrentPlan, told: Round) -> None:
 def require_changed_alike(plans: CurrentPlan, ended: Round) -> None:
     """Raises PlanMismatch, on every rank, if the plan has changed on some ranks only."""
     # A change that was found since is of the next round.
-    change = plans.change if ended.kind is RoundKind.RETIRE else None
+    change = plans.change if ended.kind is RoundKind.TELL else None
     described = ""
     if change is not None:
         described = "a communication hook was registered"
-        if change.reducer.hook is plans.compiled.reducer.hook:
+        if plans.reducer is plans.compiled.reducer:
             described = first_change(plans.compiled.plan.params, change.plan.params)
     error = changed_unlike(ended, plans.group, described)
     if error is None:
@@ -85,7 +85,7 @@ def _require_described_alike(plans: CurrentPlan, change: Change | None) -> None:
     compiled = plans.compiled
     plan, params, reducer = compiled.plan, compiled.params, compiled.reducer
     if change is not None:
-        plan, reducer = change.plan, change.reducer
+        plan, reducer = change.plan, plans.reducer
         params = tuple(param for _, param in change.named_params)
     names = [name for name, _ in plans.new_params()]
     # Only this data axis is here: other places of a mesh have other synchronizations.

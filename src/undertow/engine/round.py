@@ -38,8 +38,8 @@ class RoundKind(Enum):
     ACCUMULATE = auto()  # packs them, or leaves them in place, and sends nothing
     REDUCE = auto()
     SHADOW = auto()  # contributes none: this rank has run out of data
-    # the last one under a plan before its parameters, or its communication hook, change
-    RETIRE = auto()
+    # only says that the parameters, or the communication hook, change: the last one under a plan
+    TELL = auto()
 
 
 class Stage(Enum):
@@ -209,7 +209,7 @@ class Round:
         has_all = arrivals is not None and arrivals.is_full
         not_arrived = () if has_all else self._not_arrived(spec)
         unused = self.found.unused[spec.index] = bucket.gradients.pack(
-            not_arrived, is_discarded=self.has_failed or self.kind is RoundKind.RETIRE
+            not_arrived, is_discarded=self.has_failed or self.kind is RoundKind.TELL
         )
         if hooks is not None and len(unused) > len(not_arrived) and not self.has_failed:
             # Without a hook of the user's, the gradient that arrived was undefined, as of a
@@ -265,7 +265,7 @@ class Round:
             flags[Fact.FAILED] = here
         if self.found.taken:
             flags[Fact.TAKEN] = here
-        if self.kind is RoundKind.RETIRE:
+        if self.kind is RoundKind.TELL:
             flags[Fact.CHANGED] = here
         if self.terms.is_loaded:
             flags[Fact.LOADED] = here
@@ -313,7 +313,7 @@ class Round:
             for bucket in self.compiled.buckets:
                 with self.compiled.observed(OpKind.BIND, bucket):
                     self._bind(bucket)
-        if self.kind is RoundKind.RETIRE or not self.found.readings:
+        if self.kind is RoundKind.TELL or not self.found.readings:
             return None
         if self.found.reported(Fact.CHANGED, overdue=False):
             return None  # all ranks raise: the ones that have changed send no late gradients
@@ -329,8 +329,8 @@ class Round:
                 for value in bucket.gradients.values():
                     value.mul_(self.terms.rescale)
             reading = self._read_trailer(bucket)
-            is_retired = self.kind is RoundKind.RETIRE
-            used = frozenset[int]() if reading is None or is_retired else reading.used
+            is_telling = self.kind is RoundKind.TELL
+            used = frozenset[int]() if reading is None or is_telling else reading.used
             if self.compiled.reducer.hook is not None:
                 self._check_results(bucket, used, self.compiled.reducer.hook)
             bucket.gradients.bind(used)

@@ -73,7 +73,7 @@ class Rounds:
         if is_synchronized:
             if not current_plan.group.is_open:
                 current_plan.open_group()  # before the first round
-            if hooks.tuning is None or not hooks.tuning.has_settled:
+            if current_plan.tuning is None or not current_plan.tuning.has_settled:
                 self._moves.adopt_plan()  # most rounds have none
             progress.gradients = Gradients.INCOMPLETE
         hooks.arrivals.reset()
@@ -86,14 +86,14 @@ class Rounds:
         """Returns the conditions of a round that starts now, or of the one before it that tells of
         a change of the plan."""
         current_plan, progress, checks = self._current_plan, self._progress, self._checks
-        hooks, steps = current_plan.hooks, progress.steps
+        tuning, steps = current_plan.tuning, progress.steps
         is_stopping = checks.stop.is_heard_of and checks.stop.is_told
         # a device's host waits for trailers only if what follows depends on them
         is_read_at_once = not current_plan.group.hardware.is_host and (
             checks.loads.are_known
             or is_stopping
             or checks.must_be_read(progress.num_rounds)
-            or (hooks.tuning is not None and hooks.tuning.communicates_next)
+            or (tuning is not None and tuning.communicates_next)
         )
         return Terms(
             number=progress.num_rounds,
@@ -200,7 +200,6 @@ class Rounds:
             hooks = self._current_plan.hooks
             hooks.arrived_before |= hooks.arrivals.arrived
             self._progress.has_accumulated = True
-            self._current_plan.is_stale = True
         else:
             self._judge(ended)
         self._close()
@@ -220,7 +219,6 @@ class Rounds:
         self._progress.unused.round_ends(unused, hooks.named_params, is_last=ended.is_last)
         if not ended.has_failed:
             hooks.arrived_before.clear()
-            current_plan.is_stale = True
         if ended.compiled.has_formats:
             ended.compiled.reducer.lost.round_ends()
         if self._checks.numbers.is_on:
@@ -277,7 +275,7 @@ class Rounds:
         self._forget_window()  # which the round before may have ended
 
     def _forget_window(self) -> None:
-        tuning = self._current_plan.hooks.tuning
+        tuning = self._current_plan.tuning
         if tuning is not None:
             tuning.forget_window()
 
@@ -327,7 +325,7 @@ class Rounds:
         A mesh counts it when the next one has ended. The time is taken then, so the number of
         forwards is of that one too.
         """
-        tuning = self._current_plan.hooks.tuning
+        tuning = self._current_plan.tuning
         if tuning is not None and not tuning.has_settled:
             self._moves.round_was_sound(self._progress.num_forwards_before)
 

@@ -293,7 +293,10 @@ class ShardedSteps(StepListener):
         sharding = Sharding(
             plan, compiled.params, self._strategy, self._exchanges, compiled.recorder
         )
-        current_plan.follow_layout(plan, sharding)
+        self._engine.recorder.forgets_gathers()
+        current_plan.regroup(plan, sharding)
+        if current_plan.tuning is not None:
+            current_plan.tuning.lays_out()
         if before is not None:
             before.move_gradients(sharding)
         sharding.adopt_gradients(not_averaged)

@@ -337,8 +337,7 @@ class GradientSync:
 
         Never communicates: a single rank may call it. The answer is the same on all ranks.
         """
-        current_plan = self._engine.current_plan
-        explanation = explanation_of(current_plan.hooks, current_plan.compiled, self._config)
+        explanation = explanation_of(self._engine.current_plan, self._config)
         experts = self._of_experts(GradientSync.explain)
         outer = "" if self.outer is None else self.outer.report().text
         return dataclasses.replace(explanation, experts=experts, outer=outer)
@@ -357,8 +356,7 @@ class GradientSync:
         Raises:
             PhaseError: Until the first steps of the model are measured, which takes about ten.
         """
-        current_plan = self._engine.current_plan
-        return measured_profile(current_plan.hooks, current_plan.compiled, self._config)
+        return measured_profile(self._engine.current_plan, self._config)
 
     def measure_network(self) -> None:
         """Measures the network with messages of many sizes, for plans and profiles.

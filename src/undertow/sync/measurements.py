@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from undertow.buckets.transfer import Reducer
 from undertow.config import SyncConfig
-from undertow.engine.compiled import CompiledPlan
+from undertow.engine.current_plan import CurrentPlan
 from undertow.engine.engine import Engine
-from undertow.engine.hooks import ParamHooks
-from undertow.engine.tuning import may_move, why_fixed
+from undertow.engine.tuning import Tuning, may_move, why_fixed
 from undertow.errors import PhaseError
 from undertow.ranks.transport import OwnGroup
 from undertow.sync.views import profile_of
@@ -28,13 +27,13 @@ _SIZES = tuple(4096 * 4**power for power in range(8))  # bytes: 4 KiB to 64 MiB
 _NUM_TIMES = 5
 
 
-def measured_profile(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Profile:
+def measured_profile(current_plan: CurrentPlan, config: SyncConfig) -> Profile:
     """Returns the measurements of these parameters; raises PhaseError before there are any."""
-    profile = None
-    if hooks.tuning is not None:
+    profile, compiled = None, current_plan.compiled
+    if current_plan.tuning is not None:
         reduced = compiled.reducer.config
         profile = profile_of(
-            hooks.tuning.measured,
+            current_plan.tuning.measured,
             compiled.plan,
             strategy=compiled.strategy.name,
             wire=AUTO if reduced.wire == AUTO else reduced.plan_wire,
@@ -64,33 +63,34 @@ def no_profile(config: SyncConfig, group: OwnGroup) -> PhaseError:
     )
 
 
-def explanation_of(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> Explanation:
+def explanation_of(current_plan: CurrentPlan, config: SyncConfig) -> Explanation:
     """Explains the plan in force; does not communicate."""
-    tuning = hooks.tuning
+    tuning, compiled = current_plan.tuning, current_plan.compiled
     return explanation(
         compiled.plan,
-        why=_why(hooks, compiled, config),
+        why=_why(current_plan, config),
         strategy=compiled.strategy.name,
         trials=() if tuning is None else tuning.tried,
         trials_are_over=tuning is None or not tuning.will_try,
     )
 
 
-def plans_not_tried(hooks: ParamHooks) -> tuple[str, ...]:
+def plans_not_tried(tuning: Tuning | None) -> tuple[str, ...]:
     """Returns a text for each plan that could not be tried, because of memory for example."""
-    tried = () if hooks.tuning is None else hooks.tuning.tried
+    tried = () if tuning is None else tuning.tried
     return tuple(trial_text(trial) for trial in tried if trial.failure)
 
 
-def _why(hooks: ParamHooks, compiled: CompiledPlan, config: SyncConfig) -> str:
+def _why(current_plan: CurrentPlan, config: SyncConfig) -> str:
     """Returns the reason for the plan in force."""
+    tuning, compiled = current_plan.tuning, current_plan.compiled
     why = why_fixed(compiled.reducer)
     if not why and compiled.strategy.gather is not None:
         why = "no other is tried with shards: the optimizer's state would have to move"
     if why and config.wire == AUTO and config.plan is None:
         tries = may_move(compiled.reducer) and compiled.strategy.gather is None
         why += "; wire='auto' " + ("tries formats" if tries else "keeps full width")
-    told = "" if hooks.tuning is None else hooks.tuning.told()
+    told = "" if tuning is None else tuning.told()
     return ": ".join(filter(None, (why, told))) or "sizes follow from the size of the model"
 
 
@@ -100,7 +100,7 @@ def sweep(engine: Engine, config: SyncConfig) -> None:
     Raises PhaseError if nothing is measured.
     """
     engine.rounds.finish()
-    tuning, group = engine.current_plan.hooks.tuning, engine.current_plan.group
+    tuning, group = engine.current_plan.tuning, engine.current_plan.group
     if tuning is None or config.record == "off":
         raise no_profile(config, group)
     engine.current_plan.open_group()

@@ -41,7 +41,7 @@ def report_of(part: GroupSync) -> StepReport:
         report,
         save_waited_ms=1000 * engine.save_waited_s,
         why_fixed=why_fixed(compiled.reducer),
-        not_tried=plans_not_tried(engine.current_plan.hooks),
+        not_tried=plans_not_tried(engine.current_plan.tuning),
         wire=part.config.wire,
         param_wire=part.config.param_wire,
         zeroed=compiled.reducer.lost.share,

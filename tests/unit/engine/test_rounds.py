@@ -19,7 +19,7 @@ def counted_after(num_forwards: Sequence[int], *, are_sound: Sequence[bool]) -> 
     """
     counted, progress, plans, checks = list[int](), Progress(), Mock(), Mock(every=None)
     plans.group = SimpleNamespace(is_on_mesh=True, is_broken=False, hardware=SimpleNamespace(is_host=True))
-    plans.hooks.tuning.has_settled = False
+    plans.tuning.has_settled = False
     checks.stop.grace_s, checks.numbers.is_on = None, False
     moves: Any = SimpleNamespace(round_was_sound=counted.append)
     rounds = Rounds(plans, moves, progress, checks, Mock(), Mock())
