@@ -178,7 +178,7 @@ class FlatGradients:
     ) -> list[int]:
         """Moves every gradient into its view.
 
-        With `later`, gradients are added to it, and `copy_in` copies them.
+        With `later`, it appends them to this list instead, and `copy_in` copies them.
         """
         if torch.is_grad_enabled():  # not in a usual backward, and setting it takes time
             with torch.no_grad():

@@ -75,7 +75,7 @@ class BucketTransfer(ABC):
 
     @abstractmethod
     def start(self, turn: Turn) -> Sequence[Handle]:
-        """Sends the packed values and the trailer, which it may mark before.
+        """Sends the packed values and the trailer; before, it may mark values that are not finite.
 
         `turn` has the offsets of this synchronization, for formats that take them.
         """
@@ -203,7 +203,8 @@ class SparseReduction(BucketTransfer):
 
 @dataclass(frozen=True)
 class Reducer:
-    """The reduction over all ranks: their mean, or the result of the user's hook."""
+    """The reduction over all ranks, in full width. It also has what all transfers share: the ranks,
+    the settings, and the user's hook, which `HookedReduction` calls."""
 
     group: OwnGroup
     config: SyncConfig

@@ -163,7 +163,7 @@ class Arrivals:
     ) -> None:
         self.engine = engine
         self.is_closed = False
-        # called with each parameter, by index, that arrives
+        # called with each parameter, by index, that arrives; `Tuning` and `Measuring` set it
         self.at_each: Callable[[int], object] | None = None
         self._lock = threading.RLock()  # a hook may run a backward
         self.expected_repeats: Counter[int] = Counter()  # by parameter

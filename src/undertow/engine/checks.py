@@ -111,7 +111,7 @@ class Loads:
         self.are_here = self.are_known = True
 
     def round_ends(self, ended: Round) -> None:
-        """Called after every synchronization that reports anything."""
+        """Called after every synchronization."""
         # Reports of the loads that were compared last may be read once more on a device.
         is_repeated = self._settled_in is not None and ended.terms.number <= self._settled_in + 1
         if ended.found.reported(Fact.LOADED, overdue=not is_repeated):
@@ -204,12 +204,12 @@ class Checks:
         return self.numbers.is_on or self.are_compared(number) or self.are_compared(number + 1)
 
     def round_ends(self, ended: Round) -> None:
-        """Called after every synchronization that reports anything, before its errors are raised:
-        also after one that has failed, and after one that tells of a change of the plan.
+        """Called after every synchronization, before its errors are raised: also after one that has
+        failed, and after one that tells of a change of the plan.
 
         The objects that keep an answer take it from the findings.
         """
-        self.stop.round_ends(ended.found)
+        self.stop.round_ends(ended)
         self.loads.round_ends(ended)
 
     def round_was_sound(self, ended: Round) -> None:

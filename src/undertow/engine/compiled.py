@@ -90,7 +90,7 @@ class CompiledPlan:
     def group(self) -> OwnGroup:
         """The ranks that its reductions wait for.
 
-        With shards over another clone than `reducer.group`, which late gradients use.
+        With shards it may be over another clone than `reducer.group`, which late gradients use.
         """
         return self.layout.group
 

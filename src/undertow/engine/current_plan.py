@@ -81,7 +81,7 @@ class CurrentPlan:
         self.change: Change | None = None
         # by id, parameters that have left the plan, and whose names others have now
         self.replaced: dict[int, weakref.ref[Tensor]] = {}
-        self.shards: Shards | None = None  # if a sharded optimizer steps
+        self.shards: Shards | None = None  # a `ShardedSteps`, which sets it
         # of the next plan: another one than in force if a communication hook was registered since
         self.reducer = Reducer.of(group, config)
         self.placements = KeptPlacements(group.waiting, lambda error: group.watch.fail(error))

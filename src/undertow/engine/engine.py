@@ -36,7 +36,7 @@ class Engine(BackwardListener):
     A round synchronizes gradients or only accumulates them, as decided when backward runs. One is
     under way at a time.
 
-        first gradient ──> begin_round ──> hooks fill buckets ──> the outermost backward ends:
+        first gradient ──> begin_round ──> full buckets leave ──> the outermost backward ends:
         post_backward sends ──> _finalize_backward waits, and binds `.grad`
 
     `Rounds` has the work of a round. With several engines in one backward, every engine sends
@@ -179,7 +179,7 @@ class Engine(BackwardListener):
 
     @private.untraced
     def bucket_is_full(self, index: int) -> None:
-        """Sends the bucket, if all before it were sent."""
+        """Sends the full buckets that are next; the last one waits for the end of backward."""
         now = self.rounds.now
         if now is not None and now.has_started:
             now.bucket_is_full(index)

@@ -211,8 +211,7 @@ class Rounds:
         """
         current_plan, found = self._current_plan, ended.found
         self._recorder.round_ends(found.busy_ms)
-        if found.readings or self._checks.stop.grace_s is not None:
-            self._checks.round_ends(ended)  # first: all ranks are told, also of a failed round
+        self._checks.round_ends(ended)  # first: all ranks are told, also of a failed round
         hooks, plan = current_plan.hooks, ended.compiled.plan
         unused = hooks.names_of(plan, found.unused) if any(found.unused.values()) else ()
         self._progress.round_ends(has_failed=ended.has_failed, is_last=ended.is_last)

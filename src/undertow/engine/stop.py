@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 
-from undertow.engine.round import Findings
+from undertow.engine.round import Round
 from undertow.plan.facts import Fact
 from undertow.ranks.transport import OwnGroup
 
@@ -53,10 +53,11 @@ class StopRequest:
         """True if the trailer of the next synchronization tells the others."""
         return self.is_pending and not self._is_told_elsewhere
 
-    def round_ends(self, found: Findings) -> None:
-        """Called after every synchronization, also one that has failed, with its findings."""
+    def round_ends(self, ended: Round) -> None:
+        """Called after every synchronization, also one that has failed."""
         if self._is_told_elsewhere:
             return
+        found = ended.found
         self._watch_time()
         if self.is_requested or not found.readings or not found.reported(Fact.STOPPING):
             return

@@ -38,7 +38,7 @@ _NUM_EXCHANGES = 1 << 16  # far more than may be in flight
 class Exchanges:
     """Exchanges over the group of `carrier`. `divisor` is the divisor of means.
 
-    The second ones over a group (`is_second`) have other tags, and the gathers.
+    The second ones over a group (`is_second`) carry the gathers; their messages have other tags.
     """
 
     def __init__(self, carrier: Carrier, *, divisor: float, is_second: bool = False) -> None:

@@ -145,7 +145,7 @@ def lost(rank: int, host: str = "") -> Fault:
 
 
 def silent(rank: int, silence_s: float, host: str = "") -> Fault:
-    """The machine of a rank does not answer the kernel of this one, which a paused process does."""
+    """The machine of a rank does not answer the kernel of this one; a paused process answers."""
     return Fault(
         RankLost,
         f"{_at(rank, host)} is gone: its machine has not answered for {silence_s:.0f} s.",

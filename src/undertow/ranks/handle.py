@@ -23,7 +23,9 @@ from undertow.ranks import patience
 from undertow.ranks.threads import Worker
 from undertow.ranks.watch import NullWatch
 
-Work: TypeAlias = Any  # a dist.Work (torch's signatures add None), or a similar object
+# A dist.Work (torch's signatures add None), or an object like it: `ThreadWork`, or the work of
+# `users_groups.py`.
+Work: TypeAlias = Any
 Task = Callable[[], Any]
 
 
@@ -43,7 +45,7 @@ class Waiter:
         - Gloo's thread fails it, because a connection has ended: a rank has died, another rank has
           given up (`Watch.give_up`), or the group's timeout is over.
         - The guard's thread interrupts the group (`Watch.judge`), and gloo's thread fails the work.
-        - This thread ends it one look after a rank is known to be gone, if gloo does not fail it.
+        - This thread ends it at the second look that finds a rank gone, if gloo does not fail it.
 
         Raises the transport's error, or RuntimeError in the last case. A context of `Watch.waiting`
         around the call replaces these by the reason.
@@ -72,10 +74,9 @@ class Handle:
     """A message in flight, and the function that follows it. Wait for it, poll it, or await it.
 
     `waiter` waits for each work; without one, its own `wait` is called. Reports call the wait by
-    its `name`, if it has one. `finish` is called once, by the first wait, and holds the inputs of
-    the works. A backend releases them as soon as any
-    stream, such as a clock's, waits for a work; a stream that has not waited could then overwrite
-    the memory.
+    its `name`, if it has one. `finish` is called once, by the first wait. Until then it keeps the
+    inputs of the works alive: a backend releases them as soon as any stream, such as a clock's,
+    waits for a work, and a stream that has not waited could then overwrite the memory.
 
     Later waits do nothing, so a message has arrived only for the stream of the first wait. With
     `record`, of a device, every stream that waits follows it, as a handle of user code may need.

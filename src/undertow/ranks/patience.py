@@ -8,7 +8,7 @@ process.
 _RANKS_PER_ANSWERS = 500  # at 2 ms for a rank to handle a message, on a busy machine
 
 # Checks.
-LOOK_S = 0.25  # between two looks at how long this rank has waited, and of a wait at the fault
+LOOK_S = 0.25  # between two looks: of the guard at its rings, and of a wait at the fault
 
 # Actions of a waiting rank.
 ANSWERS_S = 1.0  # for few ranks to report their activity: see `answers_s`

@@ -26,6 +26,7 @@ class TorchGroup:
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, clone_of: GroupRef | None = None
     ) -> None:
+        # set by `OwnGroup` when it has made its clone
         self.weak = None if group is None else weakref.ref(group)
         self._clone_of = clone_of
         # communication hooks and torch's join, as long as they use the group that was cloned

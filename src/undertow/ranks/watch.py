@@ -190,7 +190,8 @@ class NullWatch:
     here: Activity | None = None  # of this rank, if others may ask for it
 
     def __init__(self) -> None:
-        self.groups: list[weakref.ref[TorchGroup]] = []  # that this rank may wait for
+        # that this rank may wait for: `OwnGroup.open` and `over_users` add to them
+        self.groups: list[weakref.ref[TorchGroup]] = []
 
     def waiting(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Context for a wait for other ranks; an error inside it is replaced by its reason if that
@@ -391,7 +392,7 @@ class Watch(NullWatch):
                 self.interrupt_at_s = math.inf
                 self.interrupt()
             return
-        # Its process may live on, so that no connection ends.
+        # A rank that has failed may live on, so that no connection ends.
         failed = self._failed_peer()
         if failed is not None and min(waited_s, now_s - failed.known_s) > patience.ENDS_S:
             self.fail(failed)

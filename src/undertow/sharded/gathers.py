@@ -322,7 +322,7 @@ class _WaitHook(ModuleHook):
     """
 
     def __init__(self, module: nn.Module, gathers: Gathers, buckets: Collection[int]) -> None:
-        super().__init__(module, gathers.wait)
+        super().__init__(module, gathers.wait)  # `__call__` gives it the buckets
         self._gathers, self._buckets = gathers, buckets
         self._are_there = gathers.in_flight.keys().isdisjoint
 

@@ -59,8 +59,8 @@ class ShardedSteps(StepListener):
     """Steps of `module` in shards; making one is a collective call, which makes the separate
     process groups that shards need: none over gloo without a mesh.
 
-    Updated parameters are gathered during the next forward, or at once if the settings ask for no
-    overlap. Raises ConfigError if the settings do not work with shards.
+    Updated parameters are gathered from the end of an update on, under the next forward, or at once
+    if the settings ask for no overlap. Raises ConfigError if the settings do not work with shards.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class ShardedSteps(StepListener):
         """Context for updating this rank's shards of `stepper`; at its end they are sent, and the
         other ranks' shards received.
 
-        Waits for these if a read could not be seen, or would cut a graph.
+        Waits for these if a read could not be seen, or would cut a graph, or without overlap.
         """
         buckets = sharding.buckets_of[self._numbers[id(stepper)]]
         try:

@@ -10,7 +10,7 @@ from torch import nn
 from support.levels import some
 from support.one_process import Rank, ranks_of
 from undertow.buckets.facts import Reading
-from undertow.engine.round import Findings
+from undertow.engine.round import Findings, Round, RoundKind
 from undertow.engine.stop import StopRequest
 
 
@@ -68,7 +68,7 @@ def followed(asking: dict[int, int], delays: tuple[int, ...]) -> list[int]:
                 readings.append(Reading(**said))
             elif telling:
                 unread[rank].append((number + delay, Reading(**said, is_overdue=True)))
-            requests[rank].round_ends(Findings(readings=readings))
+            requests[rank].round_ends(Round(kind=RoundKind.REDUCE, found=Findings(readings=readings)))
             if requests[rank].is_requested and found[rank] < 0:
                 found[rank] = number
     return found
@@ -89,14 +89,14 @@ def test_a_step_that_is_longer_than_the_grace_warns_once(monkeypatch: pytest.Mon
     request = StopRequest(group, is_told_elsewhere=False)  # type: ignore[arg-type]
     request.follow_grace(60.0)
     now[0] += 60.0
-    request.round_ends(Findings())
+    request.round_ends(Round(kind=RoundKind.REDUCE))
     now[0] += 61.5
     with pytest.warns(UserWarning, match="passed between two synchronizations") as warned:
-        request.round_ends(Findings())
+        request.round_ends(Round(kind=RoundKind.REDUCE))
     assert [str(each.message) for each in warned] == [
         "61.5 s passed between two synchronizations: a signal may end this process before all ranks know of it.\n"
         "  stop_on_signal(seconds=60), rank 1\n"
         "  Ask for more time between the signal and the end of the process, or synchronize more often."
     ]
     now[0] += 100.0
-    request.round_ends(Findings())
+    request.round_ends(Round(kind=RoundKind.REDUCE))
