@@ -3,8 +3,7 @@
 import contextlib
 import copy
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -227,12 +226,8 @@ def test_new_parameters_with_other_values_are_an_error_on_all_ranks(change: str)
         step_on(ddp)
         step_on(ddp)
         make_change(model)
-        num_before = 2
-        if change == "made within the forward":  # which the next forward finds
-            step_on(ddp)
-            num_before = 3
         majority = "rank 1 than on rank 0" if dist.get_world_size() == 2 else "rank 1, 2 than on rank 0"
-        for number in (num_before, num_before + 1):
+        for number in (2, 3):
             assert text_of(ReplicaMismatch, lambda: step_on(ddp)) == (
                 f"parameter {name!r} has other values on {majority}.\n"
                 f"  it was added or unfrozen, synchronization {number}\n"
@@ -448,17 +443,21 @@ def test_what_another_wrapper_trains_is_its_own() -> None:
 
 
 class Thaws(nn.Module):
-    """Runs its frozen body in a way that thaws it."""
+    """Runs its frozen body in a way that thaws it; makes its head in the first forward if it has none."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, head: nn.Module | None) -> None:
         super().__init__()
-        self.run, self.body, self.head = run, nn.Linear(4, 4), nn.Linear(4, 1)
+        self.run, self.body, self.head = run, nn.Linear(4, 4), head
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.head is None:
+            torch.manual_seed(1)
+            self.head = nn.Linear(4, 1)
         return self.head(self.run(self.body, x)).square().sum()
 
 
 WITHIN: dict[str, Run] = {
+    "made": lambda body, x: body(x),
     "the forward": lambda body, x: body.requires_grad_(True)(x),
     "a hook of a layer": lambda body, x: body(x),
     "a call of other parameters": lambda body, x: functional_call(
@@ -469,66 +468,18 @@ WITHIN: dict[str, Run] = {
 
 @in_ranks(2, timeout_s=TIMEOUT_S)
 @pytest.mark.parametrize("where", WITHIN)
-def test_a_parameter_that_is_thawed_within_the_forward_is_averaged_at_once(where: str) -> None:
-    model = Thaws(WITHIN[where])
-    model.body.requires_grad_(False)
+def test_a_parameter_that_is_thawed_or_made_within_the_forward_is_averaged_at_once(where: str) -> None:
+    model = Thaws(WITHIN[where], None if where == "made" else nn.Linear(4, 1))
+    model.body.requires_grad_(where == "made")
     if where == "a hook of a layer":
         model.body.register_forward_pre_hook(lambda layer, _: layer.requires_grad_(True) and None)
 
     def loss(each: nn.Module, step: int) -> Tensor:
-        getattr(each, "module", each).body.requires_grad_(False)
+        getattr(each, "module", each).body.requires_grad_(where == "made")
         return each(noise(3, 4, step=step))
 
     with wrapped_and_bare(model, bucket_cap_mb=1e-6) as (ddp, bare):
         backward_alike(ddp, bare, loss)
-
-
-@in_ranks(2, timeout_s=TIMEOUT_S)
-@pytest.mark.parametrize("when", ["in the first forward", "in a later forward", "after the forward"])
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_layer_that_is_made_after_a_forward_has_begun_is_averaged_before_the_step_and_that_is_said(
-    when: str, clips: bool
-) -> None:
-    model = Squares()
-
-    def step_on(module: nn.Module, *, makes: bool) -> None:
-        if makes and when != "after the forward":
-            model.late = late
-        loss = module()
-        if makes and when == "after the forward":
-            model.layers.append(late())
-            loss = loss + model.layers[0].weight.square().sum()
-        loss = loss * (1.0 + 2.0 * dist.get_rank())
-        module.zero_grad()
-        loss.backward()
-        if clips:
-            clip_grad_norm_(ddp, 1000.0)
-        torch.optim.SGD(module.parameters(), lr=0.125).step()
-
-    def late() -> nn.Module:
-        return layer_alike()
-
-    with wrapped(model) as ddp:
-        if when != "in the first forward":
-            step_on(ddp, makes=False)
-        is_said = not clips  # a norm is of means then
-        with (
-            pytest.warns(UserWarning, match="their parameters were added after the forward had begun")
-            if is_said
-            else no_warning()
-        ):
-            step_on(ddp, makes=True)
-        with no_warning():
-            step_on(ddp, makes=False)
-        # w - 0.125 * 2 * w * 2, the mean of the factors 1 and 3
-        assert torch.equal(model.layers[0].weight, torch.full((1, 1), 0.5**2))
-
-
-@contextlib.contextmanager
-def no_warning() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 # Optimizers that update parameters which are not the model's any more, or which another optimizer updates.

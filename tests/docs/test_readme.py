@@ -106,7 +106,6 @@ SHOWN_BY = {
         "test_experts_may_change_and_their_gradients_may_come_late",
         "test_new_parameters_with_other_values_are_an_error_on_all_ranks",
         "test_parameters_that_are_broadcast_before_the_forward_are_no_error",
-        "test_a_layer_that_is_made_after_a_forward_has_begun_is_averaged_before_the_step_and_that_is_said",
     ],
     "On a device, a rank that has changed alone": [
         "test_a_change_that_is_read_a_step_later_is_an_error_then",

@@ -389,12 +389,6 @@ COMBINED = {
                 "zero, forward 01, tokens 3|5, accumulate, freeze 0, forward 01, backward, step, thaw 0, zero, forward 0, backward",
             ),
             (
-                "a unit frozen with an accumulated gradient of one rank",
-                "linear linear linear",
-                "",
-                "zero, forward 01|1, tokens 3|5, accumulate, freeze 0, forward 1, backward, step, zero, forward 1, backward, step, thaw 0",
-            ),
-            (
                 "the mean after a backward that has failed on one rank",
                 "linear linear linear",
                 "",

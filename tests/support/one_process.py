@@ -40,7 +40,7 @@ from undertow import GradientSync, SyncConfig, attach
 from undertow.buckets import comm_hook, transfer
 from undertow.buckets.facts import Reading
 from undertow.device import device_of
-from undertow.engine import step_events
+from undertow.engine import current_plan, step_events
 from undertow.engine.round import Round, Terms
 from undertow.engine.step_settings import Settings
 from undertow.plan import Plan
@@ -462,7 +462,7 @@ def _only_here(then: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _one_process() -> Iterator[None]:
     """The library's ways to other ranks lead to threads."""
-    before_step = step_events.register_optimizer_step_pre_hook
+    at_registration, before_step = current_plan.call_at_registration, step_events.register_optimizer_step_pre_hook
 
     with ExitStack() as patches:
         for name, function in _OF_USERS.items():
@@ -474,6 +474,7 @@ def _one_process() -> Iterator[None]:
             (shard_exchanges, "exchanges_over", FakeCollectives),
             (transfer, "exchanges_over", FakeCollectives),
             (comm_hook, "Worker", FakeWorker),
+            (current_plan, "call_at_registration", lambda then: at_registration(_only_here(then))),
             (step_events, "register_optimizer_step_pre_hook", lambda hook: before_step(_only_here(hook))),
         ):
             patches.enter_context(mock.patch.object(place, name, ours))

@@ -416,11 +416,6 @@ class Run:
         is_finite = all(param.grad.isfinite().all() for param in self.module.parameters() if param.grad is not None)
         assert scaler.get_scale() == (1.0 if is_finite else 0.5)
 
-    def _note_added(self, planned: set[str]) -> None:
-        """A parameter of which no forward has told is in the plan from the step on, without a gradient."""
-        if self.unused is not None:
-            self.unused |= {spec.name for spec in self.sync.plan.params} - planned
-
     def _synchronize(self, *, op: str | None = None, is_last: bool = True) -> None:
         self.reference.synchronize(op=op)
         self._ends_synchronized(is_last=is_last)
@@ -470,12 +465,10 @@ class Run:
         frozen = [param for param in self.module.parameters() if not param.requires_grad]
         ours = self.optimizers[:1] if rank in ("", str(self.rank)) else [torch.optim.SGD(frozen, lr=1.0)] if frozen else []
         context = self.handle.no_sync() if how == "alone" else contextlib.nullcontext()
-        planned = {spec.name for spec in self.sync.plan.params}
         with context, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "an optimizer steps on gradients that were not averaged")
             for optimizer in ours:
                 optimizer.step()
-        self._note_added(planned)
         if how == "alone":
             self.reference.is_accumulated = False
         if is_late:

@@ -3,7 +3,6 @@
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from undertow.engine.round import Round
 from undertow.engine.step_settings import settings_differ, text_of, written_unlike
@@ -179,36 +178,28 @@ def step_in_join(where: str) -> PhaseError:
     )
 
 
-class LateAverage(NamedTuple):
-    """A reason why gradients are averaged before a step only, and what to do about it."""
-
-    what: str
-    remedy: str
-
-
-ACCUMULATED = LateAverage(
-    "all their backwards ran inside accumulate() or no_sync()",
-    "Run the last backward of a step outside of it, also at the end of an epoch: "
-    "is_last = (i + 1) % n == 0 or i + 1 == len(loader). If each rank is to step on its own "
-    "gradients, step inside of it, with a plain optimizer.",
-)
-ADDED = LateAverage(
-    "their parameters were added after the forward had begun",
-    "Make layers before the forward. The next forward finds those that are there now.",
-)
-WITHOUT_FORWARD = LateAverage(
-    "no training forward of the wrapper preceded their backward",
-    "Call the wrapper, not model.module or a method of it; after attach(), call the module itself.",
-)
-
-
-def warn_of_late_average(where: str, reason: LateAverage) -> None:
+def warn_of_late_average(where: str, *, follows_forward: bool) -> None:
+    """Warns of a step on gradients that are averaged only now; they follow forwards of the wrapper
+    inside `accumulate()`, or none."""
+    what, remedy = "no training forward of the wrapper preceded their backward", _CALL_THE_WRAPPER
+    if follows_forward:
+        what, remedy = "all their backwards ran inside accumulate() or no_sync()", _LAST_BACKWARD
     warnings.warn(
-        f"an optimizer steps on gradients that were not averaged: {reason.what}. They are averaged "
-        "now, before the step, and no backward hides that. A norm that was clipped earlier was "
-        f"this rank's own.\n  {where}\n  {reason.remedy}",
+        f"an optimizer steps on gradients that were not averaged: {what}. They are averaged now, "
+        "before the step, and no backward hides that. A norm that was clipped earlier was this "
+        f"rank's own.\n  {where}\n  {remedy}",
         stacklevel=2,
     )
+
+
+_LAST_BACKWARD = (
+    "Run the last backward of a step outside of it, also at the end of an epoch: "
+    "is_last = (i + 1) % n == 0 or i + 1 == len(loader). If each rank is to step on its own "
+    "gradients, step inside of it, with a plain optimizer."
+)
+_CALL_THE_WRAPPER = (
+    "Call the wrapper, not model.module or a method of it; after attach(), call the module itself."
+)
 
 
 def step_after_failure(where: str) -> PhaseError:
@@ -225,7 +216,7 @@ def warn_of_local_gradients(name: str, where: str) -> None:
         "an optimizer uses gradients that are not averaged: no training forward of the wrapper "
         "preceded their backward.\n"
         f"  parameter {name!r}, {where}\n"
-        f"  {WITHOUT_FORWARD.remedy} To average gradients of other forwards, call "
+        f"  {_CALL_THE_WRAPPER} To average gradients of other forwards, call "
         "reduce_gradients_async().wait() before the step.",
         stacklevel=2,
     )

@@ -106,27 +106,27 @@ class BeforeSteps(StepListener):
             raise agreed_errors.step_within_backward(self._place(reader))
         if engine.rounds.now is not None:
             engine.rounds.abandon()
-        added = current_plan.members.added(params)
-        is_late = bool(added) and any(param.grad is not None for param in added)
         # A sharded optimizer steps without new parameters until a forward has found them: other
         # ranks may have none, and be in the step that sends the shards.
-        has_new = is_late or (bool(added) and current_plan.shards is None)
+        has_new = current_plan.members.has_new_of(
+            params, with_gradients=current_plan.shards is not None
+        )
         is_up_to_date = progress.steps.are_due_for(params) and not has_new
-        if has_new:
+        if not is_up_to_date:
+            # the next backward may run without a forward that finds a change
+            current_plan.is_stale = True
             current_plan.find_change()
-            progress.is_owed = True
-        elif not current_plan.is_active:  # no forward of a single rank looks
-            current_plan.find_change(begins_step=True)
+            current_plan.is_stale = True
+            # parameters that no forward has found
+            progress.is_owed |= current_plan.change is not None
         progress.is_owed = progress.is_owed and engine.needs_others
         is_due = progress.is_owed and engine.synchronizes
         if is_due and not (is_up_to_date and current_plan.has_result):
-            reason = agreed_errors.ADDED if is_late else None
-            if reason is None and progress.accumulated is Accumulated.GRADIENTS:
-                reason = agreed_errors.ACCUMULATED
+            is_late = reader is not None and progress.accumulated is Accumulated.GRADIENTS
             where = self._place(reader)
             engine.run_outside_of_backward()
-            if reason is not None and reader is not None:
-                self._tell_of_late_average(where, reason)
+            if is_late:
+                self._tell_of_late_average(where, follows_forward=True)
 
     def average_before_step(self, params: set[int], *, reader: str, is_sharded: bool) -> None:
         """Averages gradients that were only accumulated, if the optimizer `reader` is about to use
@@ -148,12 +148,10 @@ class BeforeSteps(StepListener):
             raise agreed_errors.step_within_backward(where)
         if "join" in current_plan.group.borrowers:
             raise agreed_errors.step_in_join(where)
-        reason = agreed_errors.ACCUMULATED
-        if progress.accumulated is Accumulated.NOTHING:
-            reason = agreed_errors.WITHOUT_FORWARD
+        follows_forward = progress.accumulated is not Accumulated.NOTHING
         engine.siblings.owe_averages()
         engine.run_outside_of_backward()
-        self._tell_of_late_average(where, reason)
+        self._tell_of_late_average(where, follows_forward=follows_forward)
 
     def finish_before_look(self, params: Iterable[Tensor], *, reader: str, is_by_all: bool) -> None:
         """Runs a synchronization before `reader` reads gradients of these parameters, if one is
@@ -176,15 +174,15 @@ class BeforeSteps(StepListener):
         where = f"synchronization {number}, rank {rank}"
         return where if reader is None else f"{reader}, {where}"
 
-    def _tell_of_late_average(self, where: str, reason: agreed_errors.LateAverage) -> None:
+    def _tell_of_late_average(self, where: str, *, follows_forward: bool) -> None:
         """Warns of a synchronization before a step, which nothing hides: once for each reason.
 
         Called after it: a warning may be an error, and other ranks would wait.
         """
         told = self._engine.progress.told_of_averages
-        if reason.what not in told:
-            told.add(reason.what)
-            agreed_errors.warn_of_late_average(where, reason)
+        if follows_forward not in told:
+            told.add(follows_forward)
+            agreed_errors.warn_of_late_average(where, follows_forward=follows_forward)
 
     def _has_own_gradients(self, params: set[int]) -> bool:
         """Returns True if other ranks, too, may wait to average gradients of these parameters.

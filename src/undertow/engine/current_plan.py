@@ -24,7 +24,12 @@ from undertow.device import device_of
 from undertow.engine.agreed_errors import part_of_another
 from undertow.engine.arrivals import BackwardListener
 from undertow.engine.compiled import CompiledPlan
-from undertow.engine.hooks import GradientFactor, ParamHooks, earlier_watchers, is_watched
+from undertow.engine.hooks import (
+    GradientFactor,
+    ParamHooks,
+    call_at_registration,
+    earlier_watchers,
+)
 from undertow.engine.params import ModuleParams
 from undertow.engine.tuning import Tuning, order_of
 from undertow.errors import PhaseError, require
@@ -37,10 +42,13 @@ from undertow.ranks.transport import OwnGroup
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The parameters of the next plan, until all ranks rebuild."""
+    """The parameters, and the reducer, of the next plan, until all ranks rebuild."""
 
     named_params: Sequence[tuple[str, Tensor]]
     plan: Plan
+    reducer: Reducer
+    # parameters of the plan in force, by id, that a forward has found frozen or gone
+    left: frozenset[int] = frozenset()
 
     @property
     def ids(self) -> set[int]:
@@ -63,9 +71,10 @@ class CurrentPlan:
 
     `is_active` if there are rounds.
 
-    A look at the module finds a change, and nothing follows it before all ranks `rebuild`. A
-    forward looks, and a round for which that was not the last word: docs/design/plan-changes.md.
-    The hooks call the `engine`.
+    A look at the module finds a change. It is a value: nothing follows it before all ranks
+    `rebuild`, and the next look may find another one or none, for example when
+    torch.func.functional_call puts other parameters into the module for one call. Until then hooks
+    tell which parameters outside of the plan get a gradient. The hooks call the `engine`.
     """
 
     def __init__(
@@ -82,18 +91,21 @@ class CurrentPlan:
         # by id, parameters that have left the plan, and whose names others have now
         self.replaced: dict[int, weakref.ref[Tensor]] = {}
         self.shards: Shards | None = None  # a `ShardedSteps`, which sets it
-        # of the next plan: another one than in force if a communication hook was registered since
-        self.reducer = Reducer.of(group, config)
+        self.is_stale = False  # the next `find_change` compares the module's parameters
         self.placements = KeptPlacements(group.waiting, lambda error: group.watch.fail(error))
         self.compiled: CompiledPlan
         self.hooks: ParamHooks
         self.tuning: Tuning | None = None  # of these parameters, if there are rounds
         self.is_active: bool
-        self._put_in_force(self._planned(members.trained()))
+        self._put_in_force(self._planned(members.trained(), Reducer.of(group, config)))
         # The settings of a group of experts list only that group, other settings none.
         divisor = config.experts[0].divisor if config.experts else None
         self._factor = GradientFactor(1 if divisor is None else group.num_ranks / divisor)
         self._apply_factor()
+        # A layer may be made in the middle of a forward, and be trained in the backward that
+        # follows.
+        plans = weakref.ref(self)  # torch keeps such hooks for the life of the process
+        self._end_registrations = call_at_registration(lambda *_: _mark_stale(plans()))
 
     @property
     def trains(self) -> bool:
@@ -120,63 +132,78 @@ class CurrentPlan:
             self.require_alike(compiled.plan, compiled.params, compiled.reducer)
             self.members.read_again()
 
-    def find_change(self, *, begins_step: bool = False) -> None:
-        """Looks for a change of the module; `begins_step` in the forward that begins a step.
-
-        Only then parameters leave that are frozen, or gone. If parts of a module take turns within
-        a step, those of the other parts are unused; and a frozen one may have accumulated a
-        gradient.
-        """
+    def find_change_at_forward(self) -> None:
+        """Called by a forward: looks for a change, also of parameters that are frozen now."""
+        self.is_stale = False
         if self.members.has_changed():
-            self._look(begins_step=begins_step)
+            self._set_change(begins_forward=True)
 
-    def _look(self, *, begins_step: bool) -> None:
-        hooks, members = self.hooks, self.members
-        present = members.named_params()
-        stays = set[int]() if begins_step else self._planned_ids()
-        try:
-            require_distributed_before(hooks.named_params, present)
-            named_params = members.trained(also=stays)
-            is_other = (
-                self.reducer is not self.compiled.reducer
-                or not self._has_all(named_params)
-                or (begins_step and len(named_params) < len(hooks.ids))
-                or members.are_others_frozen(present, planned=hooks.ids)
-            )
-            self.change = self._planned(named_params) if is_other else None
-        except BaseException:
-            members.forget()  # a change that cannot be followed is refused again
-            raise
-        if not begins_step:
-            members.forget()  # the next step begins without the parameters that have left
-        if self.is_active:
-            self.placements.follow(present)
-            hooks.watch([param for _, param in present])
-        self._apply_factor()
+    def find_change(self) -> None:
+        """Called when a forward ends, a round begins, or a gradient arrives outside of the plan:
+        the change may be another one.
+
+        A parameter that is only frozen stays in the plan: if parts of a module take turns between
+        two forwards, the parameters of the other parts are unused.
+        """
+        if not self.is_stale and self.change is None:
+            return
+        if self.members.has_changed() or (self.change is not None and not self.members.are_lent()):
+            self._set_change()
+        self.is_stale = False
         if not self.is_active and self.change is not None:  # one rank has no other to agree with
             self.follow()
 
-    def _planned_ids(self) -> set[int]:
-        """Returns the parameters of the plan in force and of the change, by id, without parts of
-        the module that another engine trains."""
-        new = self._new_params()
-        return set(self.hooks.ids).union(
-            id(param) for param in new if not is_watched(param, other_than=self._engine)
+    def _set_change(self, *, begins_forward: bool = False) -> None:
+        hooks, compiled = self.hooks, self.compiled
+        reducer = compiled.reducer if self.change is None else self.change.reducer
+        present = self.members.named_params()
+        # Parameters leave the plan at a forward only: later looks keep what it has found.
+        found = frozenset[int]() if self.change is None else self.change.left
+        leaving = hooks.ids if begins_forward else found
+        accumulated = hooks.ids_of(hooks.arrived_before)
+        # A parameter that is trained again does not leave. A frozen one with an accumulated
+        # gradient stays for one more round.
+        leaving = leaving.difference(
+            id(param) for _, param in present if param.requires_grad or id(param) in accumulated
         )
-
-    def _new_params(self) -> list[Tensor]:
-        """Returns the parameters of the change that are not in the plan in force."""
-        planned = () if self.change is None else self.change.named_params
-        return [param for _, param in planned if id(param) not in self.hooks.ids]
+        try:
+            require_distributed_before(hooks.named_params, present)
+            named_params = self.members.trained(also=(hooks.ids - leaving).union(hooks.outside))
+            gone = hooks.ids.difference(id(param) for _, param in named_params)
+            # A parameter that is only gone, maybe lent for a call, stays in the plan until a
+            # forward finds that it has left.
+            has_others = bool(gone & leaving) or not self._has_all(named_params)
+            has_others |= self.members.are_others_frozen(present, planned=hooks.ids)
+            change = None
+            if has_others or reducer.hook is not compiled.reducer.hook:
+                planned = self._planned(named_params, reducer)
+                change = dataclasses.replace(planned, left=leaving)
+            self.change = change
+        except BaseException:
+            # A change that cannot be followed is refused again, and not forgotten.
+            self.is_stale = True
+            self.members.is_unseen = True
+            raise
+        # A parameter that stays in the plan for its turn leaves it when a forward finds it frozen,
+        # or gone, still.
+        self.members.is_unseen = bool(gone - leaving) or not all(
+            param.requires_grad for _, param in named_params
+        )
+        if self.is_active:
+            self.placements.follow(present)
+            hooks.watch([param for _, param in present], may_have_arrived=not begins_forward)
+        self._apply_factor()
 
     @property
     def comm_hook(self) -> CommHook | None:
         """The communication hook that reduces buckets, from the next round on at the latest."""
-        return self.reducer.hook
+        reducer = self.compiled.reducer if self.change is None else self.change.reducer
+        return reducer.hook
 
     def all_params(self) -> list[Tensor]:
         """Returns the parameters of the plan in force, and of the change."""
-        return [*self.hooks.params, *self._new_params()]
+        changed = () if self.change is None else self.change.named_params
+        return list(dict.fromkeys((*self.hooks.params, *(param for _, param in changed))))
 
     def prepare_to_leave(self) -> None:
         """Called before ranks leave the plan in force: `.grad` holds all its results.
@@ -204,10 +231,8 @@ class CurrentPlan:
         """Puts the change in force."""
         change, hooks = self.change, self.hooks
         assert change is not None  # else this is not called
-        arrived = hooks.ids_of(hooks.arrivals.arrived)  # in this backward
-        own = hooks.ids_of(hooks.arrived_before)
-        if self.is_active:  # no synchronization has had the gradients of new parameters
-            own.update(id(param) for param in self._new_params() if param.grad is not None)
+        arrived = hooks.arrived_in_backward()
+        arrived_before = hooks.ids_of(hooks.arrived_before).union(hooks.outside)
         present, ids = dict(self.members.named_params()), change.ids
         self.replaced = {key: ref for key, ref in self.replaced.items() if ref() is not None}
         for name, param in hooks.named_params:
@@ -219,7 +244,7 @@ class CurrentPlan:
         self.register_hooks()
         if comm_hook is not None:
             comm_hook.buckets_change(is_told=self.group.rank == 0)
-        self.hooks.arrived_before |= self.hooks.indices(arrived | own)
+        self.hooks.arrived_before |= self.hooks.indices(arrived | arrived_before)
         self.change = None
         self.members.read_again()
         self._apply_factor()
@@ -243,6 +268,7 @@ class CurrentPlan:
 
     def close(self) -> None:
         """Removes all hooks."""
+        self._end_registrations()
         self.compiled.reducer.close()
         self._close_hooks()
         self.placements.follow(())
@@ -269,10 +295,13 @@ class CurrentPlan:
             remedy="Write one hook that calls the others, and register it before training.",
             error=PhaseError,
         )
+        self.find_change()
         self.group.borrowers.add("hooks")
-        self.reducer = dataclasses.replace(self.reducer, hook=hook)
-        self._look(begins_step=False)
-        if self.change is not None and not self.group.is_open:
+        reducer = dataclasses.replace(self.compiled.reducer, hook=hook)
+        named_params = self.hooks.named_params if self.change is None else self.change.named_params
+        left = frozenset[int]() if self.change is None else self.change.left
+        self.change = dataclasses.replace(self._planned(named_params, reducer), left=left)
+        if not self.group.is_open or self.group.num_ranks == 1:
             self.note_written()
             self.follow()
 
@@ -341,8 +370,7 @@ class CurrentPlan:
             is_of_axis=is_of_axis,
         )
 
-    def _planned(self, named_params: Sequence[tuple[str, Tensor]]) -> Change:
-        reducer = self.reducer
+    def _planned(self, named_params: Sequence[tuple[str, Tensor]], reducer: Reducer) -> Change:
         require_fits(self.members.named_params(), self.group.user.ranks, reducer.config)
         for name, param in named_params:
             require(
@@ -355,13 +383,13 @@ class CurrentPlan:
         plan = first_plan(
             self.members.specs(named_params), reducer.config, num_ranks=reducer.group.num_ranks
         )
-        return Change(tuple(named_params), plan)
+        return Change(tuple(named_params), plan, reducer)
 
     def _put_in_force(self, change: Change, *, before: CompiledPlan | None = None) -> None:
         """Makes the buckets and hooks of a change; `register_hooks` registers the hooks."""
         group = self.group
         params = local_params(param for _, param in change.named_params)
-        compiled = CompiledPlan(change.plan, params, self.reducer, self._recorder, before=before)
+        compiled = CompiledPlan(change.plan, params, change.reducer, self._recorder, before=before)
         hooks = ParamHooks(change.named_params, compiled.plan, self._engine, group.hardware)
         tuning: Tuning | None = None
         if compiled.reducer.is_active:
@@ -369,11 +397,11 @@ class CurrentPlan:
             if params and group.num_ranks > 1:
                 is_even = are_even(param for _, param in self.members.named_params())
                 group.deciding = group.everyone if is_even else group
-                is_observed = self.reducer.config.order == "observed"
+                is_observed = change.reducer.config.order == "observed"
                 tuning = Tuning(
                     hooks.arrivals,
                     self._recorder,
-                    self.reducer,
+                    change.reducer,
                     None if is_observed else order_of(compiled.plan),
                     number=self._engine.turn.number,
                     earlier=self.tuning,
@@ -387,4 +415,9 @@ class CurrentPlan:
             # before the hooks by which a gradient counts as arrived
             self.placements.follow(self.members.named_params())
             self.hooks.register()
-            self.hooks.watch([param for _, param in self.members.frozen()])
+            self.hooks.watch([param for _, param in self.members.frozen()], may_have_arrived=False)
+
+
+def _mark_stale(plans: CurrentPlan | None) -> None:
+    if plans is not None:
+        plans.is_stale = True

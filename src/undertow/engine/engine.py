@@ -142,7 +142,7 @@ class Engine(BackwardListener):
             self.rounds.abandon()
         if self.checks.sent and is_training:  # one rank alone may evaluate
             self.checks.require_alike()
-        current_plan.find_change(begins_step=not progress.has_accumulated)
+        current_plan.find_change_at_forward()
         hooks = current_plan.hooks
         if hooks.num_hooks_ever != private.num_hooks_ever():
             hooks.run_last()
@@ -163,8 +163,10 @@ class Engine(BackwardListener):
         progress.forward_begins(synchronizes=is_last or self.synchronizes, is_last=is_last)
 
     def forward_ends(self) -> None:
-        """Called after such a forward."""
+        """Called after such a forward, which may have made a layer."""
         self.recorder.forward_ends()
+        if self.current_plan.is_stale:
+            self.current_plan.find_change()
         self.progress.forward = min(self.progress.forward, Forward.ENDED)
 
     # A backward.
@@ -173,6 +175,9 @@ class Engine(BackwardListener):
     def first_gradient_arrives(self, task: int) -> None:
         """Begins a round, unless one is under way."""
         if self.rounds.now is None or self.rounds.is_between():
+            hooks = self.current_plan.hooks
+            if hooks.watched and hooks.has_thawed():
+                self._follow_thawed()
             self._begin_rounds(task)
         else:
             self._end.watch(task)
@@ -186,7 +191,7 @@ class Engine(BackwardListener):
 
     @private.untraced
     def arrives_outside(self, param: Tensor) -> None:
-        """Begins a round, unless one is under way, if a change of the plan has the parameter.
+        """Notes the parameter if a change of the plan has it.
 
         Raises PhaseError if it is unfrozen in mid-round.
         """
@@ -195,13 +200,23 @@ class Engine(BackwardListener):
             return
         is_between = self.rounds.is_between()
         if is_between:
+            current_plan.is_stale = True
             current_plan.find_change()
-        is_known = current_plan.change is not None and id(param) in current_plan.change.ids
-        if is_known and is_between:
-            self._begin_rounds(private.graph_task_id())
-        name = current_plan.members.names.get(id(param))
-        if not (is_known or is_between or name is None):
+        if current_plan.change is not None and id(param) in current_plan.change.ids:
+            current_plan.hooks.note_outside(param)
+            if is_between:
+                self._follow_thawed()
+                self._begin_rounds(private.graph_task_id())
+        elif not is_between and (name := current_plan.members.names.get(id(param))) is not None:
             raise agreed_errors.unfrozen_in_backward(name, rank=current_plan.group.name)
+
+    def _follow_thawed(self) -> None:
+        """Called when a part of a module is trained again, because parts take turns.
+
+        Its backward needs no forward of the whole module before it.
+        """
+        self.current_plan.is_stale = True
+        self.progress.forward = max(self.progress.forward, Forward.ENDED)
 
     def _begin_rounds(self, task: int) -> None:
         (self.siblings if self.siblings.are_several else self).begin_round(task)
@@ -217,12 +232,7 @@ class Engine(BackwardListener):
             # first: a round that is open without an end to come counts as a failed backward
             self._end.watch(task)
             current_plan, is_last = self.current_plan, not self.is_accumulating
-            hooks = current_plan.hooks
-            has_thawed = bool(hooks.watched) and hooks.has_thawed()
-            if has_thawed:
-                # Parts take turns. The backward of one needs no forward of the whole module.
-                self.progress.forward = max(self.progress.forward, Forward.ENDED)
-            if has_thawed or current_plan.change is not None:  # it may be another one by now
+            if current_plan.is_stale or current_plan.change is not None:
                 current_plan.find_change()
             kind = RoundKind.REDUCE
             if not is_last and not self.synchronizes:
@@ -307,7 +317,7 @@ class Engine(BackwardListener):
             self.progress.unused.so_far = None
             # instead of in the forward that others ran
             self.checks.require_alike()
-            self.current_plan.find_change(begins_step=not self.progress.has_accumulated)
+            self.current_plan.find_change_at_forward()
         if self.progress.is_owed or begins:
             self.run_outside_of_backward()
 
@@ -333,7 +343,7 @@ class Engine(BackwardListener):
         self.rounds.abandon()
         self.current_plan.hooks.arrived_before.clear()
         self.progress.is_averaged()
-        self.current_plan.find_change(begins_step=True)
+        self.current_plan.find_change()
         if self.current_plan.is_active:
             with gradients_aside(self.current_plan.all_params()):
                 self.rounds.begin(RoundKind.SHADOW, is_last=not self.is_accumulating)

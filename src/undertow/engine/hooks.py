@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from undertow.device import Accelerator, Device
@@ -79,6 +84,9 @@ class ParamHooks:
             device=device if isinstance(device, Accelerator) else None,
         )
         self.arrived_before: set[int] = set()  # in micro-batches since the last synchronization
+        # By id, parameters outside of the plan that have got a gradient, and the last backward that
+        # was seen to bring one.
+        self.outside: dict[int, tuple[Tensor, int | None]] = {}
         self._engine = engine
         self.watched: dict[int, tuple[Tensor, RemovableHandle]] = {}  # by id
         self._registered: list[RemovableHandle] = []  # on `named_params`, if there are rounds
@@ -104,8 +112,11 @@ class ParamHooks:
         self.num_hooks_ever = private.num_hooks_ever()
         return any(list(map(private.run_last, self.params, self._registered)))
 
-    def watch(self, params: Sequence[Tensor]) -> None:
-        """Hooks the parameters of a module that are outside of the plan."""
+    def watch(self, params: Sequence[Tensor], *, may_have_arrived: bool) -> None:
+        """Hooks the parameters of a module that are outside of the plan.
+
+        The gradients of new ones count if they `may_have_arrived` before their hooks.
+        """
         wanted = {id(param): param for param in params if id(param) not in self.ids}
         for key in self.watched.keys() - wanted.keys():
             self.watched.pop(key)[1].remove()
@@ -114,6 +125,8 @@ class ParamHooks:
             with contextlib.suppress(RuntimeError):  # it can never be trained
                 hook = private.hook_gradients(param, self._engine.arrives_outside)
                 self.watched[key] = param, hook
+            if may_have_arrived and param.grad is not None:
+                self.outside[key] = param, None
 
     def has_thawed(self) -> bool:
         """Returns True if a watched parameter is trained now and no engine waits for its
@@ -133,8 +146,19 @@ class ParamHooks:
     def close(self) -> None:
         """Removes the hooks; a second call does nothing."""
         remove_all(self._registered)
-        self.watch(())
+        self.watch((), may_have_arrived=False)
         self.arrivals.close()
+
+    def note_outside(self, param: Tensor) -> None:
+        """Called when a parameter outside of the plan has got a gradient."""
+        self.outside[id(param)] = param, private.graph_task_id()
+
+    def arrived_in_backward(self) -> set[int]:
+        """Returns by id the parameters that have got a gradient in this backward, in the plan or
+        outside of it."""
+        this = private.graph_task_id()
+        outside = {key for key, (_, backward) in self.outside.items() if backward == this}
+        return self.ids_of(self.arrivals.arrived) | outside
 
     def not_arrived(self, bucket: Sequence[int], missing: Collection[int]) -> list[int]:
         """Returns the positions in `bucket` of the `missing` parameters without a gradient since
@@ -198,6 +222,20 @@ def users_hooks(param: Tensor) -> list[str]:
 def _is_own(hook: Callable[..., object]) -> bool:
     owner = getattr(hook, "__self__", None)
     return hasattr(owner, "arrivals") or isinstance(owner, KeptPlacements)
+
+
+def call_at_registration(then: Callable[..., None]) -> Callable[[], None]:
+    """Calls `then`, with torch's arguments, when any module gets a parameter or submodule.
+
+    Returns a function that ends this.
+    """
+    return partial(
+        remove_all,
+        [
+            register_module_parameter_registration_hook(then),
+            register_module_module_registration_hook(then),
+        ],
+    )
 
 
 def _watchers_of(param: Tensor) -> Iterator[Any]:

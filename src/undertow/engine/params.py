@@ -47,7 +47,7 @@ class _Census:
         # Of ordinary modules without a search for the method.
         is_usual = all(isinstance(tables.own_children(part), dict) for part in modules)
         self._values_of = dict.values if is_usual else methodcaller("values")
-        self._then: tuple[Sequence[object], ...] = self._now()
+        self._then = self._now()
 
     def present(self) -> list[Tensor]:
         """Returns the parameters that these modules have now."""
@@ -60,10 +60,6 @@ class _Census:
             return self._now() != self._then
         except AttributeError:  # a module is gone
             return True
-
-    def forget(self) -> None:
-        """Makes any later state differ."""
-        self._then = ()
 
     def _now(self) -> tuple[Sequence[object], ...]:
         children = map(self._values_of, map(tables.own_children, map(call, self._modules)))
@@ -187,13 +183,11 @@ class ModuleParams:
         """Returns True if a parameter was added, removed, replaced, frozen or unfrozen, or changed
         dtype, size or device."""
         with private.as_plain_tensors():  # this reads no values
-            return self._seen.has_changed() and not self._are_lent()
+            if not self.is_unseen and not self._seen.has_changed():
+                return False
+            return not self.are_lent()
 
-    def forget(self) -> None:
-        """Makes the module count as changed until the next look."""
-        self._seen.forget()
-
-    def _are_lent(self) -> bool:
+    def are_lent(self) -> bool:
         """Returns True during a call of torch.func.functional_call: its replacements are tensors,
         not parameters.
 
@@ -206,7 +200,7 @@ class ModuleParams:
     def has_any_of(self, params: set[int]) -> bool:
         """Returns True if one of these parameters, by id, is the module's, trained or not."""
         # Called by every optimizer's step; there may be an optimizer for each parameter.
-        return not self.ids.isdisjoint(params) or bool(self.added(params))
+        return not self.ids.isdisjoint(params) or self.has_new_of(params)
 
     def are_others_frozen(
         self, present: Iterable[tuple[str, Tensor]], *, planned: Collection[int]
@@ -226,14 +220,18 @@ class ModuleParams:
         ]
         return _looks(outside) != then
 
-    def added(self, tensors: set[int]) -> list[Tensor]:
-        """Returns the trained ones of these parameters, by id, that the module did not have at the
-        last look."""
+    def has_new_of(self, tensors: set[int], *, with_gradients: bool = False) -> bool:
+        """Returns True if one of these (by id) was added, or unfrozen, in a change that has not
+        been looked at yet; `with_gradients`, only if it has a gradient."""
         # This runs at every optimizer step: known parameters need no look.
         if self.ids >= tensors or not self.has_changed():
-            return []
-        new = tensors - self.ids
-        return [param for _, param in self.trained_now() if id(param) in new]
+            return False
+        new = {
+            id(param)
+            for _, param in self.trained_now()
+            if param.grad is not None or not with_gradients
+        }
+        return not tensors.isdisjoint(new - self.ids)
 
     def specs(self, named_params: Sequence[tuple[str, Tensor]]) -> list[ParamSpec]:
         """Returns the planner's description of the parameters."""
@@ -316,6 +314,7 @@ class ModuleParams:
     def _see(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         with private.as_plain_tensors():
             self._seen = _Census(module)
+        self.is_unseen: bool = False  # if set, the module counts as changed until the next look
         named_params = self.named_params()
         # As of this look: optimizers of other parameters are not this object's concern.
         self.names = {id(param): name for name, param in named_params}

@@ -157,8 +157,8 @@ class Progress:
         self.accumulated = Accumulated.NOTHING
         # by id, parameters that have stepped inside `accumulate()` on the accumulated gradients
         self.stepped_alone: set[int] = set()
-        # reasons for averages before a step, outside of backward, that were warned of
-        self.told_of_averages: set[str] = set()
+        # by `follows_forward`: warnings of averages before a step, outside of backward
+        self.told_of_averages: set[bool] = set()
         self.are_buffers_due = True  # before the next training forward, unless it continues a step
         # the number of rounds when the optimizer that steps now had a mean that it has not used yet
         self.round_to_step_on: int | None = None

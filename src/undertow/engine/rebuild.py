@@ -67,7 +67,7 @@ def require_changed_alike(plans: CurrentPlan, ended: Round) -> None:
     described = ""
     if change is not None:
         described = "a communication hook was registered"
-        if plans.reducer is plans.compiled.reducer:
+        if change.reducer.hook is plans.compiled.reducer.hook:
             described = first_change(plans.compiled.plan.params, change.plan.params)
     error = changed_unlike(ended, plans.group, described)
     if error is None:
@@ -85,7 +85,7 @@ def _require_described_alike(plans: CurrentPlan, change: Change | None) -> None:
     compiled = plans.compiled
     plan, params, reducer = compiled.plan, compiled.params, compiled.reducer
     if change is not None:
-        plan, reducer = change.plan, plans.reducer
+        plan, reducer = change.plan, change.reducer
         params = tuple(param for _, param in change.named_params)
     names = [name for name, _ in plans.new_params()]
     # Only this data axis is here: other places of a mesh have other synchronizations.

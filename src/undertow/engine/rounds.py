@@ -200,6 +200,7 @@ class Rounds:
             hooks = self._current_plan.hooks
             hooks.arrived_before |= hooks.arrivals.arrived
             self._progress.has_accumulated = True
+            self._current_plan.is_stale = True
         else:
             self._judge(ended)
         self._close()
@@ -218,6 +219,7 @@ class Rounds:
         self._progress.unused.round_ends(unused, hooks.named_params, is_last=ended.is_last)
         if not ended.has_failed:
             hooks.arrived_before.clear()
+            current_plan.is_stale = True
         if ended.compiled.has_formats:
             ended.compiled.reducer.lost.round_ends()
         if self._checks.numbers.is_on:

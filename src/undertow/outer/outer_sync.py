@@ -402,7 +402,9 @@ class OuterSync(StepListener):
 
     def _follow_tensors(self, fragments: Fragments) -> None:
         """Follows a load that has put other tensors in the place of parameters."""
-        self._engine.current_plan.find_change()
+        plan = self._engine.current_plan
+        plan.is_stale = True
+        plan.find_change()
         for param in fragments.follow(self.loads.present()):
             self._steps.replaced[id(param)] = weakref.ref(param)
 

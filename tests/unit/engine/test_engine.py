@@ -154,7 +154,8 @@ def test_a_rank_whose_round_fails_to_start_is_told_of_by_the_others() -> None:
     assert errors_of(2, train) == ["", ""]
 
 
-def test_a_layer_that_runs_in_a_nested_forward_is_averaged() -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_layer_that_is_made_in_a_nested_forward_is_averaged(is_late: bool) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,7 +163,9 @@ def test_a_layer_that_runs_in_a_nested_forward_is_averaged() -> None:
 
         def forward(self, x: Tensor, depth: int = 1) -> Tensor:
             inner: Tensor = self(x, depth - 1) if depth else self.layer(x)
-            return inner
+            if depth and is_late and not hasattr(self, "new"):
+                self.new = made("linear", 1)
+            return self.new(inner.detach()) if depth and is_late else inner
 
     def on_rank(rank: Rank) -> None:
         module = Nested()
@@ -170,7 +173,8 @@ def test_a_layer_that_runs_in_a_nested_forward_is_averaged() -> None:
         for _ in range(2):
             module.zero_grad()
             module(torch.full((3, WIDTH), 1.0 + rank.number)).sum().backward()
-            of_ranks = rank.gather(module.layer.weight.grad)
+            trained = module.new if is_late else module.layer
+            of_ranks = rank.gather(trained.weight.grad)
             assert torch.equal(*of_ranks)
         sync.close()
 
@@ -403,7 +407,8 @@ def test_new_parameters_with_other_values_are_a_mismatch(rank: int, then: Callab
     assert "broadcast_parameters()" in errors[0]
 
 
-def test_new_parameters_are_compared_in_the_next_step_if_no_gradient_tells_that_a_backward_has_used_them() -> None:
+def test_new_parameters_are_compared_after_a_second_backward_that_may_have_used_them() -> None:
+    """No forward has run since the first one, and no gradient tells that their values were used."""
 
     def train(training: Training) -> None:
         output = training.module(training.batch(), training.order)
@@ -412,7 +417,6 @@ def test_new_parameters_are_compared_in_the_next_step_if_no_gradient_tells_that_
         values = training.module.units[3].bias.detach()
         values += training.rank.number
         (output * values).sum().backward()
-        training.step()
 
     errors = errors_of(2, train)
     assert all("has other values on rank 1 than on rank 0" in error for error in errors), errors
