@@ -4,7 +4,7 @@ BucketLayout ──> LiveBucket    gradients   its memory, and the `.grad` of it
                                transfer    how it travels
                                trailer     the facts that travel with it
 
-All three are chosen when the bucket is made.
+The first two are chosen when the bucket is made, and the trailer's codec follows from them.
 
 Reasons: docs/design/buckets.md.
 """
