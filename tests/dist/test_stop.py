@@ -35,6 +35,8 @@ BOTH = (signal.SIGTERM, signal.SIGUSR1)
 @contextlib.contextmanager
 def handlers_of_before() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (*BOTH, signal.SIGINT)}
+    for number in BOTH:  # a benchmark that ran in this process may have left its own
+        signal.signal(number, signal.SIG_DFL)
     try:
         yield
     finally:
