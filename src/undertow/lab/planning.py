@@ -35,16 +35,23 @@ class Choice:
 
 
 def family(
-    params: Sequence[ParamSpec], order: Sequence[int], *, num_ranks: int, num_shards: int | None
+    params: Sequence[ParamSpec],
+    order: Sequence[int],
+    *,
+    num_ranks: int,
+    num_shards: int | None,
+    wire: str | None = None,
 ) -> Iterator[tuple[float, Plan]]:
-    """Yields the plans of the family in full width, each with its `last_share`.
+    """Yields the plans of the family, each with its `last_share`, in the format `wire`.
 
     `order` has the indices of the parameters in the order that their gradients become ready.
     """
     for num_buckets in NUMS_OF_BUCKETS:
         for last_share in LAST_SHARES[: 1 if num_buckets == 1 else None]:
             groups = equal_groups(params, order, num_buckets=num_buckets, last_share=last_share)
-            plan = plan_from_groups(params, groups, num_ranks=num_ranks, num_shards=num_shards)
+            plan = plan_from_groups(
+                params, groups, num_ranks=num_ranks, num_shards=num_shards, wires=wire
+            )
             if not is_too_large(plan):
                 yield last_share, plan
 

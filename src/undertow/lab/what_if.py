@@ -208,6 +208,7 @@ class WhatIf:
             self.profile.order,
             num_ranks=self.num_ranks,
             num_shards=self._num_shards,
+            wire=None if self.wire == AUTO else self.wire,
         )
         return self._choice(list(plans))
 
@@ -273,20 +274,21 @@ class WhatIf:
     def in_formats(self, groups: Groups) -> Plan:
         """Returns the plan of these buckets, in the formats that are predicted to be the
         fastest."""
-        plan = self._plan(groups)
-        return self._choice([(1.0, plan)]).best.plan if self.wire == AUTO else self._in(plan)
+        if self.wire != AUTO:
+            return self._plan(groups, self.wire)
+        return self._choice([(1.0, self._plan(groups))]).best.plan
 
     def _choice(self, plans: Sequence[tuple[float, Plan]]) -> Choice:
-        """Returns the choice among these plans, given in full width, in the formats of `wire`.
+        """Returns the choice among these plans, which are in the format `wire`.
 
-        "auto" is int8 in all buckets or in the last ones, as training tries it, if a step is then 1
-        % faster than in full width.
+        With "auto" they are in full width. The choice is int8, in all buckets or in the last ones
+        as training tries it, if a step is then 1 % faster.
         """
+        found = choose(plans, self._predicted_us)
         if self.wire != AUTO:
-            return choose([(share, self._in(plan)) for share, plan in plans], self._predicted_us)
-        wide = choose(plans, self._predicted_us)
+            return found
         if self.link is None and self.profile.is_bound_by_processors:
-            return wide  # encoding takes more processor time
+            return found  # encoding takes more processor time
         narrow = choose(
             [
                 (share, self._plan(plan.groups, wires))
@@ -295,21 +297,20 @@ class WhatIf:
             ],
             self._predicted_us,
         )
-        is_faster = narrow.best.step_us <= (1 - _LEAST_GAIN) * wide.best.step_us
-        return narrow if is_faster else wide
+        is_faster = narrow.best.step_us <= (1 - _LEAST_GAIN) * found.best.step_us
+        return narrow if is_faster else found
 
     def _predicted_us(self, plan: Plan) -> float:
-        """Returns the time by which plans are compared: each bucket costs processor time, more than
-        was measured if processors are the bottleneck."""
-        conditions = self.conditions
-        is_own = self.profile.is_measured and conditions.launch_us is None
-        if is_own and self.profile.is_bound_by_processors:
-            conditions = replace(conditions, launch_us=_HOST_US)
-        return replace(self, conditions=conditions).step(plan).step_us
+        return self._compared.step(plan).step_us
 
-    def _in(self, plan: Plan) -> Plan:
-        """Returns the plan in the format `wire`, as far as its buckets can have it."""
-        return self._plan(plan.groups, self.wire)
+    @cached_property
+    def _compared(self) -> Self:
+        """The steps by which plans are compared: if processors are the bottleneck, each bucket
+        costs more of their time than was measured."""
+        is_own = self.profile.is_measured and self.conditions.launch_us is None
+        if is_own and self.profile.is_bound_by_processors:
+            return replace(self, conditions=replace(self.conditions, launch_us=_HOST_US))
+        return self
 
     def _plan(self, groups: Groups, wires: str | Sequence[str | None] | None = None) -> Plan:
         return plan_from_groups(
